@@ -1,0 +1,51 @@
+# Everything here works on a plain Linux machine without a GPU. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+CONSTRAINTS := ci/constraints-cpu.txt
+JUNIT ?= build/junit
+
+ifdef NO_VENV
+RUN := $(PYTHON) -m
+READY :=
+else
+RUN := $(VENV)/bin/python -m
+READY := $(VENV)/.ready
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup verify test-cpu train lint fmt clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+	@echo
+	@echo "  PYTHON=python3.12 chooses the interpreter, NO_VENV=1 uses it as it is, without making $(VENV)."
+
+setup: $(READY) ## make the virtual environment (.venv) with the exact pins of ci/constraints-cpu.txt
+
+# Remade whenever the pins or the project's own requirements change.
+$(VENV)/.ready: $(CONSTRAINTS) pyproject.toml
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(CONSTRAINTS)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+verify: $(READY) ## verify ZeroMaster: 300 scenarios over worlds 1, 2, 3, 4, bit for bit
+	$(RUN) harness verify --examples 300
+
+train: $(READY) ## train a small language model sharded and unsharded, side by side
+	$(RUN) harness train --world 2 --steps 60
+
+test-cpu: $(READY) ## lint and all tests that need no GPU
+	ci/test-cpu "$(RUN)" $(JUNIT)
+
+lint: $(READY) ## ruff, mypy --strict, import contracts
+	ci/lint "$(RUN)"
+
+fmt: $(READY) ## format the code
+	$(RUN) ruff format zero2core harness tests
+	$(RUN) ruff check --fix zero2core harness tests
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis zero2-harness-cases
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

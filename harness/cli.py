@@ -1,0 +1,478 @@
+"""The command line: ``python -m harness VERB``, installed as ``zero2-harness VERB``.
+
+This process only parses, waits and reports: it imports neither torch nor a subject. Whatever goes wrong ends in one
+line on stderr and one of five exit codes, never in a traceback on the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import click
+
+import harness
+from harness import ending, inputs
+from harness.errors import UsageError
+from harness.report import result as results
+from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
+from harness.report.result import Examples, Result
+from harness.scenario.model import MAX_ELEMENTS, Parameter
+
+if TYPE_CHECKING:
+    from harness.runner import CampaignOptions
+    from harness.scenario.codec import SubjectReference
+    from harness.subjects.source import Scalar, SubjectSource
+
+DEFAULT_SUBJECT = "zero2"
+DEFAULT_EXAMPLES = 300
+PRESET_EXAMPLES = 3
+
+EXIT_CODES = """\b
+Exit codes:
+  0    the properties hold
+  1    violated: the failure is printed, its case saved, its replay command is the last line
+  2    bad usage or bad input: one line says what
+  3    unknown: the harness could not decide, and says why
+  130  interrupted: the partial result is written
+"""
+
+VERIFY_EXAMPLES = """\b
+Examples:
+  zero2-harness verify
+  zero2-harness verify --subject my_trainer.optim:Zero2 --world 1,2,3,4
+  zero2-harness verify --subject ./zero2.py:Zero2 --subject-arg overlap=true --seconds 60
+  zero2-harness verify --preset gpt2 --world 2 --json result.json
+"""
+
+REPLAY_EXAMPLES = """\b
+Examples:
+  zero2-harness replay zero2-harness-cases/case.json
+  zero2-harness replay zero2-harness-cases/case.json --subject ./fixed.py:Zero2
+"""
+
+TRAIN_EXAMPLES = """\b
+Examples:
+  zero2-harness train
+  zero2-harness train --world 2 --steps 200 --text book.txt --json train.json
+"""
+
+LIST_EXAMPLES = """\b
+Examples:
+  zero2-harness list
+  zero2-harness list --json -
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command line (default: ``sys.argv``) and return its exit code. Never raises, never exits."""
+    with ending.interruptible(), ending.unbreakable_streams():
+        try:
+            return _run(sys.argv[1:] if args is None else args)
+        except KeyboardInterrupt:
+            return _complain("interrupted", results.EXIT_INTERRUPTED)
+
+
+def _run(args: Sequence[str]) -> int:
+    program = "python -m harness" if Path(sys.argv[0]).name == "__main__.py" else "zero2-harness"
+    try:
+        # Not cli.main(): it would answer a broken pipe anywhere with exit code 1.
+        with cli.make_context(program, list(args)) as context:
+            code = cli.invoke(context)
+            return code if isinstance(code, int) else results.EXIT_HOLDS
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        at_fault = getattr(error, "ctx", None)
+        hint = "" if at_fault is None else f"; try '{at_fault.command_path} --help'"
+        return _complain(f"error: {error.format_message().rstrip('.')}{hint}", results.EXIT_USAGE)
+    except UsageError as error:
+        return _complain(f"error: {error}", results.EXIT_USAGE)
+    except Exception as error:  # noqa: BLE001  (the last resort: an internal error must not look like a violation)
+        return _complain(f"error: {ending.internal_error(error)}", results.EXIT_UNKNOWN)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+    epilog=EXIT_CODES,
+)
+@click.version_option(harness.__version__, prog_name="zero2-harness", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Prove a sharded optimizer equal to the unsharded trainer, bit for bit.
+
+    Runs the sharded system on several processes beside an unsharded reference, over generated scenarios, and compares
+    every stage of every step. Each verb has its own --help.
+    """
+    if context.invoked_subcommand is None:
+        raise click.UsageError(f"no verb given, expected one of: {', '.join(cli.commands)}.", context)
+
+
+def _subject_options(command: Callable[..., int]) -> Callable[..., int]:
+    command = click.option(
+        "--subject-arg",
+        "subject_args",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A further keyword argument of the constructor; repeatable. VALUE is a JSON scalar, else text.",
+    )(command)
+    return click.option(
+        "--subject",
+        metavar="NAME|MODULE:CLASS|FILE.py:CLASS",
+        help="The system under verification; `list` shows the built-in ones.",
+    )(command)
+
+
+_backend_option = click.option(
+    "--backend",
+    type=click.Choice(["gloo", "nccl"]),
+    default="gloo",
+    show_default=True,
+    help="gloo runs on any machine; nccl needs one GPU a rank.",
+)
+_json_option = click.option(
+    "--json",
+    "json_path",
+    metavar="FILE|-",
+    help="Write the result as JSON; with -, stdout holds the JSON alone and all else goes to stderr.",
+)
+_timeout_option = click.option(
+    "--timeout",
+    type=float,
+    callback=inputs.seconds,
+    metavar="S",
+    help="Seconds one scenario may take before it counts as hung (default: by its size).",
+)
+_seed_option = click.option(
+    "--seed",
+    type=int,
+    callback=inputs.whole(0),
+    metavar="N",
+    help="Repeat a campaign (default: random, printed first).",
+)
+
+
+@cli.command(short_help="Run a campaign over a subject.", epilog=VERIFY_EXAMPLES + "\n" + EXIT_CODES)
+@_subject_options
+@click.option(
+    "--world",
+    "worlds",
+    default="1,2,3,4",
+    show_default=True,
+    callback=inputs.worlds,
+    metavar="W[,W...]",
+    help="Numbers of ranks, in turn. World 2 alone proves nothing about order; include 3 and 4.",
+)
+@_backend_option
+@click.option(
+    "--examples",
+    type=int,
+    callback=inputs.whole(1),
+    metavar="N",
+    help=f"Scenarios to run (default: {DEFAULT_EXAMPLES}; with --preset or --params {PRESET_EXAMPLES} at each world).",
+)
+@click.option(
+    "--seconds", type=float, callback=inputs.seconds, metavar="S", help="Stop after this long (default: no bound)."
+)
+@_seed_option
+@click.option("--preset", metavar="NAME", help="The parameters of a real model; `list` shows them.")
+@click.option(
+    "--params",
+    metavar="FILE",
+    help='Your own model\'s parameters: a JSON list [{"name": "w", "shape": [4, 8]}, ...].',
+)
+@click.option(
+    "--bucket",
+    type=int,
+    callback=inputs.whole(1, MAX_ELEMENTS),
+    metavar="N",
+    help="Bucket size in elements (default: varied; one fit for the model with --preset or --params).",
+)
+@click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
+@_json_option
+@_timeout_option
+def verify(
+    *,
+    subject: str | None,
+    subject_args: tuple[str, ...],
+    worlds: tuple[int, ...],
+    backend: str,
+    examples: int | None,
+    seconds: float | None,
+    seed: int | None,
+    preset: str | None,
+    params: str | None,
+    bucket: int | None,
+    report: str | None,
+    json_path: str | None,
+    timeout: float | None,
+) -> int:
+    """Run a campaign of generated scenarios over a subject.
+
+    Each scenario is run by real processes, compared at every stage with an unsharded trainer, and judged bitwise.
+    The first failure is shrunk to its smallest form and saved as a case that `replay` runs again.
+    """
+    from harness.subjects.source import parse
+
+    if preset is not None and params is not None:
+        raise UsageError("--preset and --params: give one of them")
+    source = parse(subject or DEFAULT_SUBJECT, inputs.subject_arguments(subject_args))
+    parameters = _parameters(preset, params)
+    directory = inputs.prepare_report(report)
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_backend(backend, worlds)
+
+    # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
+    # Only now: it loads Hypothesis, and a typing error should not wait for that.
+    from harness.runner import CampaignOptions, run_campaign
+
+    options = CampaignOptions(
+        subject=source,
+        worlds=worlds,
+        backend=backend,
+        seed=inputs.random_seed() if seed is None else seed,
+        examples=examples or (DEFAULT_EXAMPLES if parameters is None else PRESET_EXAMPLES),
+        seconds=seconds,
+        bucket=bucket,
+        parameters=parameters,
+        report=directory,
+        timeout_s=timeout,
+    )
+    return _judge(
+        lambda observer: run_campaign(options, observer),
+        options,
+        output,
+        first=f"seed {options.seed}",
+        campaign=True,
+    )
+
+
+@cli.command(short_help="Run one saved case again.", epilog=REPLAY_EXAMPLES + "\n" + EXIT_CODES)
+@click.argument("file", metavar="FILE")
+@_subject_options
+@_backend_option
+@_json_option
+@_timeout_option
+def replay(
+    *,
+    file: str,
+    subject: str | None,
+    subject_args: tuple[str, ...],
+    backend: str,
+    json_path: str | None,
+    timeout: float | None,
+) -> int:
+    """Run one saved case again, on the subject it names or on another (--subject)."""
+    from harness.scenario import codec
+
+    case = codec.load(Path(file))
+    source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_backend(backend, (case.scenario.world,))
+
+    from harness.runner import CampaignOptions, replay_case
+
+    options = CampaignOptions(
+        subject=source,
+        worlds=(case.scenario.world,),
+        backend=backend,
+        seed=case.scenario.seed,
+        examples=1,
+        seconds=None,
+        bucket=None,
+        parameters=None,
+        report=inputs.DEFAULT_REPORT,
+        timeout_s=timeout,
+    )
+    return _judge(
+        lambda observer: replay_case(case, Path(file), options, observer),
+        options,
+        output,
+        first=f"replaying {file} on {options.subject.given}: {describe(case.scenario)}",
+        campaign=False,
+    )
+
+
+@cli.command(
+    short_help="Train a small language model, sharded and unsharded.", epilog=TRAIN_EXAMPLES + "\n" + EXIT_CODES
+)
+@_subject_options
+@click.option(
+    "--world",
+    type=click.Choice(["1", "2"]),
+    default="2",
+    show_default=True,
+    help="Number of ranks. With two, sums have one order, so that both trainers can be equal bit for bit.",
+)
+@click.option("--steps", type=int, callback=inputs.whole(1, 1_000_000), default=60, show_default=True, metavar="N")
+@click.option("--text", metavar="FILE", help="What to train on (default: the text of Python's own help).")
+@click.option("--seed", type=int, callback=inputs.whole(0), default=0, show_default=True, metavar="N")
+@_json_option
+def train(
+    *,
+    subject: str | None,
+    subject_args: tuple[str, ...],
+    world: str,
+    steps: int,
+    text: str | None,
+    seed: int,
+    json_path: str | None,
+) -> int:
+    """Train a small language model on real text, sharded and unsharded side by side.
+
+    The weights must be equal bit for bit after every step.
+    """
+    from harness.subjects.source import parse
+    from harness.train import show
+    from harness.train.campaign import TrainOptions, run_training
+    from harness.train.text import load_text
+
+    options = TrainOptions(
+        subject=parse(subject or DEFAULT_SUBJECT, inputs.subject_arguments(subject_args)),
+        world=int(world),
+        steps=steps,
+        seed=seed,
+        text=None if text is None else Path(text),
+    )
+    load_text(options.text)  # only to refuse it before anything is printed
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    with _streams(output) as (out, errors):
+        TextConsole(out).say(f"seed {seed}")
+        with show.TrainProgress(errors, steps) as progress:
+            result = run_training(options, progress)
+        code = _deliver(output, result, results.exit_code(result.verdict, interrupted=result.interrupted))
+        show.print_result(out, result)
+        return code
+
+
+@cli.command(
+    "list", short_help="Show subjects, presets, properties, situations.", epilog=LIST_EXAMPLES + "\n" + EXIT_CODES
+)
+@_json_option
+def list_(*, json_path: str | None) -> int:
+    """Show the built-in subjects, the presets, the properties and the situations."""
+    from harness.scenario.presets import PRESETS
+    from harness.scenario.situations import Situation
+    from harness.subjects.builtin import BUILTIN
+    from harness.verdict import Property
+
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    listing: dict[str, Mapping[str, str] | Sequence[str]] = {
+        "subjects": {name: item.summary for name, item in BUILTIN.items()},
+        "presets": {name: item.summary for name, item in PRESETS.items()},
+        "properties": [item.value for item in Property],
+        "situations": [item.value for item in Situation],
+    }
+    with _streams(output) as (text, _):
+        if output is None:
+            TextConsole(text).say("\n".join(listing_lines(listing)))
+        return _deliver(output, listing, results.EXIT_HOLDS)
+
+
+def _judge(
+    run: Callable[[ProgressReport], Result],
+    options: CampaignOptions,
+    output: inputs.JsonOutput | None,
+    *,
+    first: str,
+    campaign: bool,
+) -> int:
+    """Run a campaign, or the replay of one case: show progress, write the result and print it; the exit code."""
+    with _streams(output) as (text, errors):
+        TextConsole(text).say(first)
+        began = time.monotonic()
+        try:
+            with ProgressReport(errors) as progress:
+                result = run(progress)
+        except UsageError:
+            raise
+        except KeyboardInterrupt:
+            result = _undecided(options, "interrupted before any result", time.monotonic() - began, interrupted=True)
+        except Exception as error:  # noqa: BLE001  (an internal error is "unknown", with a result like any other)
+            result = _undecided(options, ending.internal_error(error), time.monotonic() - began)
+        code = _deliver(output, result, result.exit_code)
+        missing = _missing(result, options.bucket) if campaign and options.parameters is None else []
+        print_result(text, result, missing=missing, campaign=campaign)
+        return code
+
+
+@contextmanager
+def _streams(output: inputs.JsonOutput | None) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Where results and where progress and complaints go, as text; both stderr when stdout is for the JSON."""
+    with nullcontext() if output is None else output.reserved():
+        yield (sys.stderr if output is not None and output.to_stdout else sys.stdout), sys.stderr
+
+
+def _deliver(output: inputs.JsonOutput | None, result: object, code: int) -> int:
+    """Write the JSON; the exit code, which a lost result turns from "holds" into "unknown"."""
+    if output is not None:
+        try:
+            output.write(results.to_json(result))
+        except OSError as error:
+            code = code or results.EXIT_UNKNOWN
+            _complain(f"error: --json {output.given}: the result could not be written: {error.strerror}", code)
+    return code
+
+
+def _missing(result: Result, bucket: int | None) -> list[str]:
+    """Situations that a full campaign over these worlds reaches and this one did not."""
+    from harness.scenario.situations import Situation, required
+
+    wanted = required(result.worlds, bucket)
+    return [item.value for item in Situation if item in wanted and not result.reached.get(item.value)]
+
+
+def _undecided(options: CampaignOptions, reason: str, seconds: float, *, interrupted: bool = False) -> Result:
+    return Result(
+        verdict="unknown",
+        subject=options.subject.given,
+        backend=options.backend,
+        worlds=options.worlds,
+        seed=options.seed,
+        examples=Examples(run=0),
+        seconds=seconds,
+        examples_per_second=0.0,
+        versions=results.versions(),
+        reason=reason,
+        interrupted=interrupted,
+    )
+
+
+def _parameters(preset: str | None, params: str | None) -> tuple[Parameter, ...] | None:
+    if params is not None:
+        from harness.scenario.codec import load_parameters
+
+        return load_parameters(Path(params))
+    if preset is not None:
+        from harness.scenario import presets
+
+        return presets.parameters(preset)
+    return None
+
+
+def _case_subject(
+    file: str, named: SubjectReference | None, subject: str | None, args: dict[str, Scalar]
+) -> SubjectSource:
+    """The subject a case names, unless the command line names another; a case without one means the default."""
+    from harness.subjects.source import parse
+
+    if subject is not None or named is None:
+        return parse(subject or DEFAULT_SUBJECT, args)
+    try:
+        return replace(parse(named.absolute, {**named.args, **args}), given=named.given)
+    except UsageError as error:
+        raise UsageError(f"{file}: the case's own subject: {error}; name another with --subject") from None
+
+
+def _complain(message: str, code: int) -> int:
+    """One line on stderr; returns ``code``."""
+    TextConsole(sys.stderr).say(" ".join(message.splitlines()))
+    return code

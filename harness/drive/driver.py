@@ -1,0 +1,497 @@
+"""Drive one scenario on one rank: the subject, the unsharded reference, and a comparison after every stage.
+
+The order of calls is that of ``spec/guarantees.md`` ("The step as the harness drives it"). Only the subject
+communicates; a rank compares its own pieces with a reference that it computes whole. The one exception is a gradient
+of the general domain that is right within the rounding bound but not bit for bit: later stages are then compared from
+the gradient that was observed, and the ranks exchange it (outside the log of collectives).
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.drive import traffic
+from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
+from harness.drive.parameters import ComputeWeights
+from harness.drive.record import Position, Record, bits_of
+from harness.drive.sample import FormulaSample
+from harness.drive.shard import ShardMap
+from harness.launch.rank import RankContext
+from harness.oracles import bounds, contributions
+from harness.oracles.compare import digest
+from harness.oracles.intake import IntakeModel
+from harness.oracles.reference import UnshardedTrainer, build_adamw
+from harness.scenario.model import Domain, Scenario, StepPlan, steps
+from harness.scenario.partition import Partition
+from harness.scenario.situations import Situation
+from harness.subjects.builtin import Capabilities
+from harness.subjects.load import missing_attributes
+from harness.verdict import Oracle, Property, RankStatus, RankVerdict, Stage
+
+
+class SubjectRaisedError(Exception):
+    """A call into the subject raised; ``unsupported`` when it was NotImplementedError ("outside my space")."""
+
+    def __init__(self, call: str, error: BaseException) -> None:
+        super().__init__(f"{call} raised {traceback.format_exception_only(error)[-1].strip()}")
+        self.unsupported = isinstance(error, NotImplementedError)
+        self.detail = "".join(traceback.format_exception(error))
+
+
+class InterfaceLacksError(Exception):
+    """The built subject lacks an attribute of the contract, or one has the wrong type or shape."""
+
+
+class CannotGoOnError(Exception):
+    """A divergence was recorded after which the step cannot be carried out."""
+
+
+class Driver:
+    """One scenario on one rank. :meth:`run` never raises for what the subject does."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        cls: Callable[..., Any],
+        args: dict[str, Any],
+        capabilities: Capabilities,
+        scenario: Scenario,
+        position: Position,
+    ) -> None:
+        self.context = context
+        self.cls = cls
+        self.args = args
+        self.capabilities = capabilities
+        self.scenario = scenario
+        self.rank = context.rank
+        self.device = torch.device(context.device)
+        self.record = Record(context, scenario, position)
+
+    def run(self) -> RankVerdict:
+        """Drive the scenario to its end, or to the first exception of the subject."""
+        try:
+            self._build()
+            for plan in steps(self.scenario):
+                self._step(plan)
+            self._finish()
+        except SubjectRaisedError as raised:
+            if raised.unsupported:
+                return self.record.verdict(RankStatus.UNSUPPORTED, raised.detail)
+            self.record.diverge(Property.PROGRESS, str(raised))
+            return self.record.verdict(RankStatus.RAISED, raised.detail)
+        except CannotGoOnError:
+            return self.record.verdict(RankStatus.RAISED, None)
+        except InterfaceLacksError as lacks:
+            return self.record.verdict(RankStatus.INTERFACE, str(lacks))
+        return self.record.verdict(RankStatus.DONE, None)
+
+    @contextmanager
+    def _subject(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise SubjectRaisedError(f"{self.cls.__name__}.{call}", error) from error
+
+    # -- build ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        self.record.enter(None, Stage.BUILD)
+        scenario = self.scenario
+        self.weights = ComputeWeights(scenario, self.device)
+        # The reference is made first, so that what comes alive from here on is the subject's.
+        self.reference = UnshardedTrainer(self.weights.initial, scenario.optimizer, self.device)
+        self.memory = LiveMemory() if self.capabilities.static_memory else None
+        with self._subject("__init__"):
+            self.subject = self.cls(
+                self.weights.parameters, self.rank, scenario.world, bucket=scenario.bucket, **self.args
+            )
+        self.master = self._contract_master()
+        self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
+        # Every rank's reference is the same: one of them is enough to hold the second reference against.
+        self.sample = FormulaSample(scenario, self.reference) if self.rank == 0 else None
+        self.intake = IntakeModel()
+        self.optimizer = build_adamw([self.master], scenario.optimizer)
+        if self.record.clean:
+            self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
+            self._compare_padding("the initial master", self.master)
+
+    def _contract_master(self) -> torch.nn.Parameter:
+        missing = missing_attributes(self.subject)
+        if missing:
+            raise InterfaceLacksError(f"{self.cls.__name__} has no attribute {', '.join(missing)} after construction")
+        master = self.subject.master
+        if not isinstance(master, torch.nn.Parameter) or master.dtype != torch.float32 or master.dim() != 1:
+            shown = f"{master.dtype} of shape {list(master.shape)}" if isinstance(master, Tensor) else type(master)
+            raise InterfaceLacksError(f"{self.cls.__name__}.master must be a 1-D fp32 nn.Parameter, it is {shown}")
+        return master
+
+    def _partition(self) -> Partition:
+        """The layout the subject states in ``buckets``, else the one of the specification."""
+        scenario = self.scenario
+        prescribed = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+        stated = Partition.from_subject(scenario.numel, scenario.world, getattr(self.subject, "buckets", None))
+        partition, origin = prescribed, "the specification's layout (the class states no `buckets`)"
+        if stated is not None:
+            partition, origin = stated, "its `buckets`"
+            problem = stated.problem()
+            if problem is not None:
+                self.record.diverge(Property.OWNERSHIP, f"`buckets` is no layout of the flat vector: {problem}")
+                partition = prescribed
+            elif self.capabilities.strict_padding_rule and stated != prescribed:
+                self.record.diverge(Property.OWNERSHIP, "`buckets` is not the layout that the specification prescribes")
+        if self.record.clean and self.master.numel() != partition.shard_len:
+            self.record.diverge(
+                Property.OWNERSHIP,
+                f"master has {self.master.numel()} elements, a shard of {origin} has {partition.shard_len}",
+                expected=float(partition.shard_len),
+                actual=float(self.master.numel()),
+            )
+        self.record.checked(Property.OWNERSHIP)
+        return partition
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def _step(self, plan: StepPlan) -> None:
+        self.record.enter(plan.index, Stage.COLLECT)
+        handed_over = HandedOver()
+        for number, part in enumerate(plan.parts):
+            any_gradient = self._hand_over(plan, number, handed_over)
+            with self._subject("collect"):
+                self.subject.collect(part.more)
+            self.intake.part(part.more, any_gradient)
+            self._check_intake(f"collect({part.more}) of part {number}")
+        if plan.discard:
+            self._discard()
+            return
+        self._reduce(plan, handed_over)
+        self._norm(plan)
+        self._update()
+        self._gather()
+
+    def _hand_over(self, plan: StepPlan, number: int, handed_over: HandedOver) -> bool:
+        """Fill this part's ``.grad`` and keep no reference to them; whether there was any gradient."""
+        found = False
+        for index, parameter in enumerate(self.weights.parameters):
+            values = contributions.contribution(self.scenario, plan, self.rank, number, index)
+            if values is None:
+                continue
+            found = True
+            gradient = torch.from_numpy(values).to(device=self.device, dtype=parameter.dtype).view(parameter.shape)
+            handed_over.add(gradient)
+            parameter.grad = gradient
+        return found
+
+    def _check_intake(self, after: str) -> None:
+        if not self.record.clean:
+            return
+        self.record.checked(Property.INTAKE)
+        for index, parameter in enumerate(self.weights.parameters):
+            if parameter.grad is not None:
+                self.record.diverge(
+                    Property.INTAKE,
+                    f"after {after} a parameter still has its .grad: the next backward would add to it",
+                    parameter=self.scenario.parameters[index].name,
+                )
+                return
+        with self._subject("has_grad"):
+            has_grad, spills = bool(self.subject.has_grad), int(self.subject.spills)
+        if has_grad != self.intake.has_grad:
+            self.record.diverge(
+                Property.INTAKE,
+                f"after {after} has_grad is {has_grad}, expected {self.intake.has_grad}",
+                expected=str(self.intake.has_grad),
+                actual=str(has_grad),
+            )
+        elif spills != self.intake.spills:
+            self.record.diverge(
+                Property.INTAKE,
+                f"after {after} spills is {spills}, expected {self.intake.spills}",
+                expected=float(self.intake.spills),
+                actual=float(spills),
+            )
+
+    def _discard(self) -> None:
+        with self._subject("discard"):
+            self.subject.discard()
+        self.intake.discard()
+        self._check_intake("discard()")
+        self.record.enter(self.record.step, Stage.UPDATE)
+        self.optimizer.step()
+        if self.record.clean:
+            # Nothing may be left: an optimizer step after a discard must not move anything.
+            self._compare_state(Property.INTAKE, Property.INTAKE, "after a discard and an optimizer step, ")
+
+    def _reduce(self, plan: StepPlan, handed_over: HandedOver) -> None:
+        self.record.enter(self.record.step, Stage.REDUCE)
+        with self._subject("reduce_scatter"):
+            self.subject.reduce_scatter()
+        self.intake.reduce()
+        self._check_intake("reduce_scatter()")
+        self._check_released(handed_over)
+        self._set_reference_gradients(plan)
+        prop = Property.SPILL if len(plan.parts) > 1 else Property.GRADIENT
+        if self.record.clean:
+            self._compare_gradient(prop, plan)
+            self._compare_padding("master.grad", self._gradient())
+
+    def _set_reference_gradients(self, plan: StepPlan) -> None:
+        gradients: list[Tensor] = []
+        for index, parameter in enumerate(self.scenario.parameters):
+            reduced = contributions.reduced(self.scenario, plan, index)
+            gradients.append(torch.from_numpy(reduced.value).to(self.device).view(parameter.shape))
+            if reduced.wide_partial_sum:
+                self.record.reached(Situation.WIDE_PARTIAL_SUM)
+            if reduced.wide_reduced_value:
+                self.record.reached(Situation.WIDE_REDUCED_VALUE)
+        self.reference.set_gradients(gradients)
+
+    def _check_released(self, handed_over: HandedOver) -> None:
+        if not self.record.clean or len(handed_over) == 0:
+            return
+        self.record.checked(Property.MEMORY)
+        kept = handed_over.still_alive()
+        if kept:
+            self.record.diverge(
+                Property.MEMORY,
+                f"{kept} of {len(handed_over)} gradients that reduce_scatter() consumed are still in memory after it",
+                expected=0.0,
+                actual=float(kept),
+            )
+
+    def _gradient(self) -> Tensor:
+        gradient = self.master.grad
+        if gradient is None:
+            self.record.diverge(Property.GRADIENT, "master.grad is None: the optimizer would skip the step")
+            raise CannotGoOnError
+        return gradient
+
+    def _compare_gradient(self, prop: Property, plan: StepPlan) -> None:
+        """Bitwise; in the general domain also within the any-order bound, with later stages then as observed."""
+        observed = self._gradient()
+        exact = self.scenario.values.domain is not Domain.GENERAL
+        if observed.shape != self.master.shape or observed.dtype != torch.float32:
+            self.record.diverge(
+                prop, f"master.grad is {observed.dtype} of shape {list(observed.shape)}, not fp32 like master"
+            )
+            return
+        difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
+        self.record.checked(Property.GRADIENT, difference.compared)
+        if len(plan.parts) > 1:
+            self.record.checked(Property.SPILL, difference.compared)
+        if exact:
+            self.record.judged(Oracle.EXACT)
+            if difference.mismatch is not None:
+                self.record.diverge(prop, "the reduced gradient differs", difference)
+            return
+        differs = difference.mismatch is not None
+        if not self._some_rank(differs):
+            self.record.judged(Oracle.ORDERED)
+            return
+        self.record.judged(Oracle.BOUND)
+        beyond = self.shard.beyond(observed, lambda index: contributions.interval(self.scenario, plan, index))
+        if beyond.mismatch is not None:
+            self.record.diverge(prop, "the reduced gradient differs by more than any order of addition can", beyond)
+        self._adopt(observed)
+
+    def _some_rank(self, condition: bool) -> bool:
+        """Whether the condition holds on any rank. Collective; not in the log."""
+        if self.scenario.world == 1:
+            return condition
+        with self.context.collectives.paused():
+            flag = torch.tensor([float(condition)], device=self.device)
+            torch.distributed.all_reduce(flag)
+        return bool(flag.item())
+
+    def _adopt(self, observed: Tensor) -> None:
+        """Make what all ranks observed the reference's gradient. Collective; not in the log."""
+        shards = [torch.empty_like(observed) for _ in range(self.scenario.world)]
+        if self.scenario.world == 1:
+            shards = [observed]
+        else:
+            with self.context.collectives.paused():
+                torch.distributed.all_gather(shards, observed.contiguous())
+        self.reference.set_gradients(self.shard.assemble(shards, self.reference.weights))
+
+    def _norm(self, plan: StepPlan) -> None:
+        self.record.enter(self.record.step, Stage.NORM)
+        exact_norm = self.scenario.values.domain is Domain.NORM_EXACT
+        observed = self._squared_norm(0, exact_norm)
+        if plan.clip is None:
+            return
+        coefficient = clip_coefficient(observed, plan.clip.max_norm)
+        active = coefficient < 1.0
+        self.record.reached(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
+        self._gradient().mul_(coefficient)
+        self.reference.scale_gradients(coefficient)
+        if self.record.clean:
+            difference = self.shard.compare(self._gradient(), self.reference.gradients.__getitem__, signed_zeros=False)
+            self.record.checked(Property.CLIP, difference.compared)
+            if difference.mismatch is not None:
+                self.record.diverge(Property.CLIP, f"the gradient scaled by {coefficient!r} differs", difference)
+        self._squared_norm(1, exact_norm and not active)
+
+    def _squared_norm(self, call: int, bitwise: bool) -> float:
+        with self._subject("grad_sq_norm"):
+            returned = self.subject.grad_sq_norm()
+            if not isinstance(returned, Tensor) or returned.numel() != 1:
+                raise TypeError(f"returned {type(returned).__name__}, expected a tensor of one element")
+        observed = float(returned)
+        self.record.norm(call, bits_of(returned))
+        if self.record.clean:
+            exact = self.reference.squared_norm()
+            judged = bounds.judge_squared_norm(
+                observed,
+                exact,
+                kind=self.capabilities.norm,
+                shard_len=self.shard.partition.shard_len,
+                world=self.scenario.world,
+                bitwise=bitwise and self.capabilities.norm == "fp64",
+            )
+            self.record.checked(Property.NORM, exact.num_elements)
+            if judged.oracle is Oracle.LOOSE:
+                self.record.judged(Oracle.LOOSE)
+            if not judged.ok:
+                self.record.diverge(
+                    Property.NORM,
+                    f"squared norm {'after' if call else 'before'} clipping: {observed!r}, expected {exact.value!r}, "
+                    f"relative error {judged.error:.3g}, bound {judged.bound:.3g} ({judged.oracle.value})",
+                    expected=exact.value,
+                    actual=observed,
+                    actual_bits=bits_of(returned),
+                )
+        return observed
+
+    def _update(self) -> None:
+        self.record.enter(self.record.step, Stage.UPDATE)
+        if self.sample is not None:
+            self.sample.step()
+        self.optimizer.step()
+        self.reference.step()
+        if self.record.clean:
+            self._compare_state(Property.MASTER, Property.MOMENTS, "")
+        if self.record.clean and self.sample is not None:
+            self._check_formula(self.sample)
+
+    def _compare_state(self, master: Property, moments: Property, prefix: str) -> None:
+        self._compare_shard(master, f"{prefix}the master", self.master, self.reference.master)
+        state = self.optimizer.state.get(self.master)
+        if state:
+            for position, name in enumerate(("exp_avg", "exp_avg_sq")):
+                wanted = [self.reference.moments(index)[position] for index in range(len(self.weights.parameters))]
+                self._compare_shard(moments, f"{prefix}{name}", state[name], wanted.__getitem__)
+
+    def _check_formula(self, sample: FormulaSample) -> None:
+        """Guard against an error that the subject's optimizer and the reference's share: both are torch's."""
+        problem = sample.problem()
+        if problem is not None:
+            self.record.diverge(Property.MASTER, f"torch's own AdamW is not AdamW: {problem}")
+
+    def _gather(self) -> None:
+        self.record.enter(self.record.step, Stage.GATHER)
+        with self._subject("gather_params"):
+            self.subject.gather_params()
+        self.reference.gather()
+        self.record.weights(digest(self.weights.parameters))
+        if not self.record.clean:
+            return
+        self.record.checked(Property.STORAGE)
+        problem = self.weights.problem()
+        if problem is not None:
+            index, message = problem
+            name = None if index is None else self.scenario.parameters[index].name
+            self.record.diverge(Property.STORAGE, message, parameter=name)
+            return
+        difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
+        self.record.checked(Property.WEIGHTS, difference.compared)
+        if difference.mismatch is not None:
+            self.record.diverge(Property.WEIGHTS, "the compute weights differ", difference)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        if not self.record.clean:
+            return
+        if self.capabilities.traffic:
+            self.record.checked(Property.TRAFFIC)
+            problem = traffic.problem(self.scenario, self.record.collectives())
+            if problem is not None:
+                step, stage, message = problem
+                self.record.enter(step, stage)
+                self.record.diverge(Property.TRAFFIC, message)
+        if self.memory is not None:
+            self._check_static_memory(self.memory)
+
+    def _check_static_memory(self, memory: LiveMemory) -> None:
+        partition = self.shard.partition
+        limit = static_bytes_limit(
+            shard_len=partition.shard_len,
+            numel=partition.numel,
+            largest_bucket=max(bucket.padded for bucket in partition.buckets),
+            spilled=self.intake.spills > 0,
+        )
+        reference_owned = [moment for index in range(len(self.weights.parameters)) for moment in self._moments(index)]
+        alive = memory.since([*self.weights.tensors(), *reference_owned])
+        self.record.checked(Property.MEMORY)
+        if alive > limit:
+            self.record.diverge(
+                Property.MEMORY,
+                f"{alive} bytes are kept alive, the formula allows {limit}",
+                expected=float(limit),
+                actual=float(alive),
+            )
+
+    def _moments(self, parameter: int) -> tuple[Tensor, ...]:
+        return self.reference.moments(parameter) if self.reference.num_steps else ()
+
+    # -- comparisons ---------------------------------------------------------------------------------------------
+
+    def _compare_shard(
+        self,
+        prop: Property,
+        what: str,
+        actual: Tensor,
+        expected: Callable[[int], Tensor],
+        *,
+        signed_zeros: bool | None = None,
+    ) -> None:
+        if not self.record.clean:
+            return
+        signed = prop is Property.MASTER if signed_zeros is None else signed_zeros
+        difference = self.shard.compare(actual.detach(), expected, signed_zeros=signed)
+        self.record.checked(prop, difference.compared)
+        if difference.mismatch is not None:
+            self.record.diverge(prop, f"{what} differs", difference)
+
+    def _compare_padding(self, what: str, shard: Tensor) -> None:
+        """Padding belongs to no parameter: it is zero at the start and sums to zero.
+
+        Not asked after an update: with eps = 0 a right AdamW divides its zeros by zero there.
+        """
+        if not self.record.clean:
+            return
+        position = self.shard.nonzero_padding(shard.detach())
+        if position is not None:
+            value = float(shard.detach()[position])
+            self.record.diverge(
+                Property.OWNERSHIP,
+                f"{what} holds {value!r} in its padding, at element {position} of the shard",
+                expected=0.0,
+                actual=value,
+            )
+
+
+def clip_coefficient(squared_norm: float, max_norm: float) -> float:
+    """``min(1, max_norm / (norm + 1e-6))`` in Python floats, as in ``torch.nn.utils.clip_grad_norm_``; nan stays."""
+    if math.isnan(squared_norm) or squared_norm < 0:
+        return math.nan
+    coefficient = max_norm / (math.sqrt(squared_norm) + 1e-6)
+    return 1.0 if coefficient >= 1.0 else coefficient

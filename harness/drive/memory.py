@@ -1,0 +1,68 @@
+"""What a subject keeps alive: storages of live tensors, counted once each; and gradients it should have let go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Step counters, the norm's scalar, digests: small tensors that no formula names.
+_SMALL_BYTES = 4096
+
+
+class HandedOver:
+    """The storages of the gradients of one step, referred to weakly."""
+
+    def __init__(self) -> None:
+        self._storages: list[Any] = []
+
+    def add(self, gradient: Tensor) -> None:
+        """Watch a gradient's storage, if it has any bytes."""
+        if gradient.untyped_storage().nbytes():
+            self._storages.append(StorageWeakRef(gradient.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def still_alive(self) -> int:
+        """How many of them are still in memory, once garbage in reference cycles is gone."""
+        alive = sum(not storage.expired() for storage in self._storages)
+        if alive:
+            gc.collect()
+            alive = sum(not storage.expired() for storage in self._storages)
+        return alive
+
+
+class LiveMemory:
+    """Bytes of storage that came alive since this object was made."""
+
+    def __init__(self) -> None:
+        self._before = {address for address, _ in _live_storages()}
+
+    def since(self, apart_from: Iterable[Tensor]) -> int:
+        """Bytes in storages that did not exist at the start and do not belong to ``apart_from``."""
+        excluded = self._before | {tensor.untyped_storage().data_ptr() for tensor in apart_from}
+        return sum(size for address, size in _live_storages() if address not in excluded)
+
+
+def static_bytes_limit(*, shard_len: int, numel: int, largest_bucket: int, spilled: bool) -> int:
+    """Upper limit of what ZeroMaster may keep on one rank between steps, in bytes (``spec/zero_master.md``).
+
+    16 bytes for each element of the shard (master, gradient, two moments), two buckets of fp32 staging, and after a
+    spill the host vector of N fp32 elements.
+    """
+    return 16 * shard_len + 2 * 4 * largest_bucket + (4 * numel if spilled else 0) + _SMALL_BYTES
+
+
+def _live_storages() -> list[tuple[int, int]]:
+    """``(address, bytes)`` of each storage that a Python-visible tensor refers to."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return list(found.items())

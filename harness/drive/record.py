@@ -1,0 +1,148 @@
+"""What one rank notes down while it drives a scenario, and its verdict at the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.drive import tasks
+from harness.drive.shard import Difference
+from harness.launch.rank import RankContext
+from harness.scenario.model import Scenario
+from harness.scenario.situations import Situation
+from harness.verdict import (
+    Collective,
+    Divergence,
+    NormObservation,
+    Oracle,
+    Property,
+    RankStatus,
+    RankVerdict,
+    Stage,
+    WeightsObservation,
+)
+
+_SHORT_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+_POSITION_LENGTH = 16
+
+
+class Position:
+    """Where a rank is, kept in a small file that outlives it: the parent reads there where a silent rank got to."""
+
+    def __init__(self, directory: Path, world: int, rank: int) -> None:
+        self._descriptor = os.open(
+            tasks.position_path(directory, world, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+        )
+
+    def write(self, step: int | None, stage: Stage) -> None:
+        """Overwrite what stood there."""
+        text = f"{'-' if step is None else step} {stage.value}"
+        os.pwrite(self._descriptor, text.ljust(_POSITION_LENGTH).encode(), 0)
+
+
+class Record:
+    """One rank's notes on one scenario. Only the first divergence counts; later ones are its consequences."""
+
+    def __init__(self, context: RankContext, scenario: Scenario, position: Position) -> None:
+        self.divergence: Divergence | None = None
+        self.step: int | None = None
+        self.stage = Stage.BUILD
+        self._context = context
+        self._scenario = scenario
+        self._position = position
+        self._checks: dict[str, int] = {}
+        self._oracle: dict[str, int] = {}
+        self._situations: set[str] = set()
+        self._norms: list[NormObservation] = []
+        self._weights: list[WeightsObservation] = []
+        self._places: list[tuple[int | None, str]] = []  # what the labels in the log of collectives stand for
+
+    def enter(self, step: int | None, stage: Stage) -> None:
+        """From here on everything belongs to this step and stage."""
+        self.step, self.stage = step, stage
+        self._places.append((step, stage.value))
+        self._context.collectives.mark(len(self._places) - 1)
+        self._position.write(step, stage)
+
+    @property
+    def clean(self) -> bool:
+        """Nothing has diverged so far: what follows is worth comparing."""
+        return self.divergence is None
+
+    def diverge(self, prop: Property, message: str, difference: Difference | None = None, **fields: Any) -> None:  # noqa: ANN401
+        """Record the first divergence, and tell the parent at once: this rank may not live to send its verdict.
+
+        ``fields`` are further fields of :class:`harness.verdict.Divergence`.
+        """
+        if self.divergence is not None:
+            return
+        found = {} if difference is None else difference.fields(self._scenario)
+        self.divergence = Divergence(
+            property=prop,
+            stage=self.stage,
+            step=self.step,
+            rank=self._context.rank,
+            message=message,
+            **{**found, **fields},
+        )
+        self._context.emit(tasks.encode(self.divergence))
+
+    def checked(self, prop: Property, compared: int = 1) -> None:
+        """A property was held against ``compared`` values; against none is no check."""
+        if compared:
+            self._checks[prop.value] = self._checks.get(prop.value, 0) + 1
+
+    def judged(self, rule: Oracle) -> None:
+        """Count by which rule something was judged."""
+        self._oracle[rule.value] = self._oracle.get(rule.value, 0) + 1
+
+    def reached(self, situation: Situation) -> None:
+        """A situation that only running shows."""
+        self._situations.add(situation.value)
+
+    def norm(self, call: int, bits: str) -> None:
+        """What the subject returned as squared norm; the parent compares the ranks'."""
+        self._norms.append(NormObservation(self.step or 0, call, bits))
+
+    def weights(self, digest: str) -> None:
+        """Digest of all compute weights after a gather; the parent compares the ranks'."""
+        self._weights.append(WeightsObservation(self.step or 0, digest))
+
+    def collectives(self) -> list[Collective]:
+        """What the subject called so far."""
+        found = []
+        for entry in self._context.collectives.entries:
+            step, stage = self._places[entry.label] if isinstance(entry.label, int) else (None, None)
+            dtype = _SHORT_DTYPES.get(entry.dtype, entry.dtype)
+            found.append(Collective(entry.kind, dtype, entry.length, entry.group_ranks, step, stage))
+        return found
+
+    def verdict(self, status: RankStatus, detail: str | None) -> RankVerdict:
+        """Everything above, to be sent."""
+        return RankVerdict(
+            rank=self._context.rank,
+            status=status,
+            divergence=self.divergence,
+            checks=self._checks,
+            oracle=self._oracle,
+            situations=tuple(sorted(self._situations)),
+            norms=tuple(self._norms),
+            weights=tuple(self._weights),
+            collectives=tuple(self.collectives()),
+            detail=detail,
+        )
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(scalar: torch.Tensor) -> str:
+    """The bits of a one-element floating tensor in hex; every nan is ``"nan"``."""
+    if bool(scalar.isnan().any()):
+        return "nan"
+    size = scalar.element_size()
+    raw = int(scalar.detach().reshape(1).view(_INTEGERS[size])) % (1 << 8 * size)
+    return f"0x{raw:0{2 * size}x}"

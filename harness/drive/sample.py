@@ -1,0 +1,56 @@
+"""The second reference beside the first: a sample of elements of the unsharded trainer, followed in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from harness.oracles.adamw_fp64 import AdamWFp64, choose
+from harness.oracles.reference import UnshardedTrainer
+from harness.scenario.model import Scenario
+
+
+class FormulaSample:
+    """Follows up to 64 elements of a reference trainer; call :meth:`step` before each of its steps."""
+
+    def __init__(self, scenario: Scenario, reference: UnshardedTrainer) -> None:
+        numels = [parameter.numel for parameter in scenario.parameters]
+        self._names = [parameter.name for parameter in scenario.parameters]
+        self._elements = [
+            (index, torch.from_numpy(elements)) for index, elements in enumerate(choose(numels)) if elements.size
+        ]
+        self._reference = reference
+        self._adamw = AdamWFp64(scenario.optimizer, self._take(reference.master))
+
+    def step(self) -> None:
+        """Take the gradients that the reference is about to use, and make the same step in fp64."""
+        self._adamw.step(self._take(self._reference.gradients.__getitem__))
+
+    def problem(self) -> str | None:
+        """What lies outside the rounding bound after the reference's step; None when nothing does."""
+        violation = self._adamw.judge(
+            self._take(self._reference.master),
+            self._take(lambda index: self._reference.moments(index)[0]),
+            self._take(lambda index: self._reference.moments(index)[1]),
+        ).violation
+        if violation is None:
+            return None
+        position = violation.sample
+        for index, elements in self._elements:
+            if position < len(elements):
+                where = f"{self._names[index]}[{int(elements[position])}]"
+                return (
+                    f"{violation.name} of {where} is {violation.actual!r}, fp64 gives {violation.expected!r} "
+                    f"with a rounding bound of {violation.bound:.3g}"
+                )
+            position -= len(elements)
+        raise AssertionError(f"position {violation.sample} lies outside the sample")
+
+    def _take(self, values: Callable[[int], Tensor]) -> NDArray[np.float32]:
+        parts = [values(index).detach().view(-1).cpu()[elements] for index, elements in self._elements]
+        taken: NDArray[np.float32] = torch.cat(parts).numpy()
+        return taken

@@ -1,0 +1,225 @@
+"""Compare one rank's shard with a reference that lies in parameter coordinates, and say where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.oracles.compare import Mismatch, compare_bits
+from harness.oracles.contributions import Interval
+from harness.scenario.model import Scenario
+from harness.scenario.partition import Partition
+
+# Pieces are put together to vectors of about this many elements before they are compared: few calls for a small
+# scenario, bounded temporaries for a large one.
+_CHUNK = 2**20
+
+
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of one flat parameter, which lie in the shard from ``shard_start`` on."""
+
+    parameter: int
+    start: int
+    stop: int
+    shard_start: int
+
+    @property
+    def length(self) -> int:
+        """Its number of elements."""
+        return self.stop - self.start
+
+
+class Difference(NamedTuple):
+    """Outcome of a comparison in parameter coordinates; ``mismatch`` None: all of ``compared`` elements are equal."""
+
+    compared: int
+    mismatch: Mismatch | None = None
+    parameter: int | None = None
+    element: int | None = None
+    bucket: int | None = None
+    owner: int | None = None
+
+    def fields(self, scenario: Scenario) -> dict[str, Any]:
+        """The fields of a :class:`harness.verdict.Divergence` that say where and what."""
+        found = self.mismatch
+        if found is None or self.parameter is None:
+            return {}
+        return {
+            "parameter": scenario.parameters[self.parameter].name,
+            "element": self.element,
+            "bucket": self.bucket,
+            "owner": self.owner,
+            "expected": found.expected,
+            "actual": found.actual,
+            "expected_bits": found.expected_bits,
+            "actual_bits": found.actual_bits,
+            "ulps": found.ulps,
+            "mismatches": found.count,
+        }
+
+
+class ShardMap:
+    """Which elements of which parameters a rank's shard holds, and where."""
+
+    def __init__(self, scenario: Scenario, partition: Partition, rank: int, device: torch.device) -> None:
+        self.partition = partition
+        self.rank = rank
+        self.device = device
+        self._offsets = [0, *accumulate(parameter.numel for parameter in scenario.parameters)]
+        self._pieces = list(self._cut())
+        self._chunks = list(_chunks(self._pieces))
+        padding = [position for span in partition.padding(rank) for position in range(*span)]
+        self._padding = torch.tensor(padding, dtype=torch.int64, device=device) if padding else None
+
+    def _cut(self) -> Iterator[Piece]:
+        parameter = 0
+        for segment in self.partition.segments(self.rank):
+            position = segment.start
+            while position < segment.stop:
+                while self._offsets[parameter + 1] <= position:
+                    parameter += 1
+                while self._offsets[parameter] > position:  # buckets need not be in order
+                    parameter -= 1
+                first = self._offsets[parameter]
+                stop = min(segment.stop, self._offsets[parameter + 1], position + _CHUNK)
+                yield Piece(parameter, position - first, stop - first, segment.shard_start + position - segment.start)
+                position = stop
+
+    def compare(self, shard: Tensor, expected: Callable[[int], Tensor], *, signed_zeros: bool) -> Difference:
+        """Compare a shard-sized vector with ``expected(parameter index)`` (any shape), bit by bit, padding apart."""
+        compared = count = 0
+        first: tuple[Mismatch, Piece, int] | None = None
+        for chunk in self._chunks:
+            wanted = _joined([expected(piece.parameter).view(-1)[piece.start : piece.stop] for piece in chunk])
+            seen = _joined([shard[piece.shard_start : piece.shard_start + piece.length] for piece in chunk])
+            outcome = compare_bits(wanted, seen, signed_zeros=signed_zeros)
+            compared += outcome.compared
+            if outcome.mismatch is not None:
+                count += outcome.mismatch.count
+                if first is None:
+                    first = (outcome.mismatch, *_locate(chunk, outcome.mismatch.index))
+        if first is None:
+            return Difference(compared)
+        mismatch, piece, element = first
+        bucket, owner = self.partition.owner(self._offsets[piece.parameter] + element)
+        return Difference(compared, dataclasses.replace(mismatch, count=count), piece.parameter, element, bucket, owner)
+
+    def compare_whole(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Difference:
+        """Compare all parameters, whole, bit by bit (signed zeros count)."""
+        compared = count = 0
+        first: tuple[Mismatch, int, int] | None = None
+        for run in _runs(expected):
+            wanted = _joined([expected[index].view(-1) for index in run])
+            seen = _joined([actual[index].detach().view(-1) for index in run])
+            outcome = compare_bits(wanted, seen, signed_zeros=True)
+            compared += outcome.compared
+            if outcome.mismatch is not None:
+                count += outcome.mismatch.count
+                if first is None:
+                    whole = [Piece(index, 0, expected[index].numel(), 0) for index in run]
+                    piece, element = _locate(whole, outcome.mismatch.index)
+                    first = (outcome.mismatch, piece.parameter, element)
+        if first is None:
+            return Difference(compared)
+        mismatch, parameter, element = first
+        bucket, owner = self.partition.owner(self._offsets[parameter] + element)
+        return Difference(compared, dataclasses.replace(mismatch, count=count), parameter, element, bucket, owner)
+
+    def beyond(self, shard: Tensor, intervals: Callable[[int], Interval]) -> Difference:
+        """Compare with what any order of addition can give: the first element outside its interval.
+
+        Elements whose interval is unbounded (some order can overflow) are not counted as compared.
+        """
+        compared = count = 0
+        found: tuple[Piece, int, float, float, float] | None = None
+        for piece in self._pieces:
+            interval = intervals(piece.parameter)
+            center = torch.from_numpy(interval.center[piece.start : piece.stop])
+            bound = torch.from_numpy(interval.bound[piece.start : piece.stop])
+            seen = shard[piece.shard_start : piece.shard_start + piece.length].cpu().double()
+            outside = ~((seen - center).abs() <= bound) & bound.isfinite()
+            compared += int(bound.isfinite().sum())
+            inside_count = int(outside.sum())
+            if inside_count and found is None:
+                at = int(outside.to(torch.uint8).argmax())
+                found = (piece, piece.start + at, float(center[at]), float(seen[at]), float(bound[at]))
+            count += inside_count
+        if found is None:
+            return Difference(compared)
+        piece, element, center_value, seen_value, _ = found
+        bucket, owner = self.partition.owner(self._offsets[piece.parameter] + element)
+        bits = compare_bits(
+            torch.tensor([center_value], dtype=torch.float32),
+            torch.tensor([seen_value], dtype=torch.float32),
+            signed_zeros=False,
+        ).mismatch
+        mismatch = None if bits is None else dataclasses.replace(bits, count=count)
+        return Difference(compared, mismatch, piece.parameter, element, bucket, owner)
+
+    def assemble(self, shards: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """All ranks' shards put back together: new tensors shaped like the parameters."""
+        flat = torch.empty(self.partition.numel, dtype=torch.float32, device=self.device)
+        for rank, shard in enumerate(shards):
+            for segment in self.partition.segments(rank):
+                length = segment.stop - segment.start
+                flat[segment.start : segment.stop] = shard[segment.shard_start : segment.shard_start + length]
+        return [
+            flat[start:stop].view(tensor.shape)
+            for start, stop, tensor in zip(self._offsets, self._offsets[1:], like, strict=False)
+        ]
+
+    def nonzero_padding(self, shard: Tensor) -> int | None:
+        """Position in the shard of the first padding element that is not zero (nan is not); None when there is none."""
+        if self._padding is None:
+            return None
+        wrong = shard[self._padding] != 0
+        if not bool(wrong.any()):
+            return None
+        return int(self._padding[int(wrong.to(torch.uint8).argmax())])
+
+
+def _chunks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if chunk and size + piece.length > _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(piece)
+        size += piece.length
+    if chunk:
+        yield chunk
+
+
+def _runs(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of neighbours that can be joined: one dtype, about a chunk of elements together."""
+    run: list[int] = []
+    size = 0
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() == 0:
+            continue
+        if run and (tensors[run[0]].dtype != tensor.dtype or size + tensor.numel() > _CHUNK):
+            yield run
+            run, size = [], 0
+        run.append(index)
+        size += tensor.numel()
+    if run:
+        yield run
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _locate(chunk: Sequence[Piece], index: int) -> tuple[Piece, int]:
+    """The piece that holds position ``index`` of the joined chunk, and the flat element inside its parameter."""
+    for piece in chunk:
+        if index < piece.length:
+            return piece, piece.start + index
+        index -= piece.length
+    raise AssertionError(f"position {index} lies behind the chunk")

@@ -1,0 +1,59 @@
+"""What our own systems must send: number, kind, dtype and length of each collective, as the layout implies.
+
+Computed from ``spec/zero_master.md`` alone. A class subject is only asked that all ranks issue the same sequence
+(:mod:`harness.oracles.judge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from harness.scenario.model import Scenario, steps
+from harness.scenario.partition import Partition
+from harness.verdict import Collective, Stage
+
+Expected = tuple[str, str, int]
+"""Kind, dtype, and elements of this rank's input."""
+
+
+def problem(scenario: Scenario, observed: Sequence[Collective]) -> tuple[int | None, Stage, str] | None:
+    """``(step, stage, what is wrong)`` of the first collective that the layout does not imply; None: no such.
+
+    What construction sends (the comparison of layout digests) is not fixed here.
+    """
+    by_place: dict[tuple[int | None, str | None], list[Collective]] = {}
+    for entry in observed:
+        by_place.setdefault((entry.step, entry.stage), []).append(entry)
+    for plan in steps(scenario):
+        for stage in (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER):
+            wanted = [] if plan.discard else _implied(scenario, stage, clipped=plan.clip is not None)
+            seen = by_place.get((plan.index, stage.value), [])
+            for number, (want, got) in enumerate(zip_longest(wanted, seen)):
+                shown = None if got is None else (got.kind, got.dtype, got.length)
+                if shown != want:
+                    return (
+                        plan.index,
+                        stage,
+                        f"collective {number} of this stage is {_text(shown)}, expected {_text(want)}",
+                    )
+    return None
+
+
+def _implied(scenario: Scenario, stage: Stage, *, clipped: bool) -> list[Expected]:
+    if scenario.world == 1:
+        return []
+    partition = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+    if stage is Stage.REDUCE:
+        return [("reduce_scatter", "fp32", bucket.padded) for bucket in partition.buckets]
+    if stage is Stage.NORM:
+        return [("all_reduce", "fp64", 1)] * (2 if clipped else 1)
+    if stage is Stage.GATHER:
+        dtypes = {parameter.dtype for parameter in scenario.parameters}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "fp32"
+        return [("all_gather", dtype, bucket.padded // scenario.world) for bucket in partition.buckets]
+    return []
+
+
+def _text(entry: Expected | None) -> str:
+    return "missing" if entry is None else f"{entry[0]} {entry[1]}[{entry[2]}]"

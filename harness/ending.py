@@ -1,0 +1,94 @@
+"""How the command ends whatever happens: by a signal, with an internal error, with nobody left to read."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TextIO, cast
+
+
+def internal_error(error: Exception) -> str:
+    """Name an unexpected exception in one line, and keep its traceback in a file."""
+    trace = "".join(traceback.format_exception(error))
+    try:
+        handle, path = tempfile.mkstemp(prefix="zero2-harness-", suffix=".traceback.txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(trace)
+        where = f"traceback in {path}"
+    except OSError:
+        sys.stderr.write(trace)
+        where = "traceback above"
+    return f"internal error: {type(error).__name__}: {error} ({where})"
+
+
+@contextmanager
+def interruptible(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a run as Ctrl-C does: everything started is ended, the partial result is written."""
+    last = float("-inf")
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        now, before = clock(), last
+        last = now
+        # coreutils' `timeout` signals its child and then the whole group: the second must not break the clean-up.
+        if now - before > 1.0:
+            raise KeyboardInterrupt
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by who started us (nohup, a shell's &)
+            before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+class _Unbreakable:
+    """A text stream that takes any text, and drops what nobody can read any more (a broken pipe, a full disk)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def unbreakable_streams() -> Iterator[None]:
+    """Make ``sys.stdout`` and ``sys.stderr`` safe to print to: whether somebody reads must not decide the exit code.
+
+    Otherwise a reader that has gone away would end a campaign, or turn its exit code into 1 (click, rich) or 120
+    (Python). A stream that was closed from the start (None) leads nowhere.
+    """
+    before = sys.stdout, sys.stderr
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        safe = [cast(TextIO, _Unbreakable(stream or nowhere)) for stream in before]
+        sys.stdout, sys.stderr = safe
+        try:
+            yield
+        finally:
+            for stream in safe:
+                stream.flush()
+            sys.stdout, sys.stderr = before

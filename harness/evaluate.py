@@ -1,0 +1,259 @@
+"""Run one scenario on the warm ranks and conclude: holds, violated (where first), or outside the subject's space.
+
+The parent's side of :mod:`harness.drive`. What ranks send is judged together (:mod:`harness.oracles.judge`); a rank
+that sends no verdict is a violation of ``progress``, whatever its exit code, unless another difference came before.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, encode, read_position
+from harness.errors import UsageError
+from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport
+from harness.oracles import judge
+from harness.scenario.model import Scenario
+from harness.subjects.source import SubjectSource
+from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
+
+HANDLER = "harness.drive.handler:start"
+PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
+
+# A scenario of this size or less gets the base time; each element that is generated and summed on each rank adds some.
+# Generous: a time-out is the last resort, and a slow machine must not look like a stuck rank.
+BASE_TIMEOUT_S = 30.0
+TIMEOUT_S_PER_ELEMENT = 1e-6
+IMPORT_TIMEOUT_S = 180.0
+
+_verdict = msgspec.msgpack.Decoder(RankVerdict)
+_divergence = msgspec.msgpack.Decoder(Divergence)
+_check = msgspec.msgpack.Decoder(SubjectCheck)
+
+
+class UndecidedError(Exception):
+    """The harness itself failed: nothing can be said about the subject (exit code 3)."""
+
+
+class Conclusion(enum.Enum):
+    """HOLDS: all compared equal. VIOLATED: ``divergence`` says where first. UNSUPPORTED: not judged."""
+
+    HOLDS = "holds"
+    VIOLATED = "violated"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One run of one scenario.
+
+    Attributes:
+        fingerprint: equal for two runs of one scenario when everything observed has the same bits.
+        hung: a rank was still running at the time-out.
+        output: the end of what the rank of the divergence printed, and what it raised.
+    """
+
+    conclusion: Conclusion
+    divergence: Divergence | None = None
+    checks: dict[str, int] = field(default_factory=dict)
+    oracle: dict[str, int] = field(default_factory=dict)
+    situations: frozenset[str] = frozenset()
+    fingerprint: tuple[object, ...] = ()
+    hung: bool = False
+    output: str = ""
+    seconds: float = 0.0
+
+
+def start_pool(backend: str = "gloo") -> RankPool:
+    """Warm ranks for scenarios of any subject; a context manager that ends them on every path."""
+    return RankPool(HANDLER, backend=backend, preload=PRELOAD)
+
+
+class Evaluator:
+    """Runs scenarios of one subject on the ranks of a pool (:func:`start_pool`)."""
+
+    def __init__(self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None) -> None:
+        self.timeout_s = timeout_s
+        self._subject = SubjectName(subject.absolute, subject.args)
+        self._pool = pool
+        self._imported: set[int] = set()
+
+    def prepare(self, world: int) -> None:
+        """Start the ranks of one world and import the subject there, unless that is done.
+
+        Raises:
+            UsageError: the subject cannot be imported or lacks the interface.
+            UndecidedError: the ranks could not be started.
+        """
+        if world in self._imported:
+            return
+        outcome = self._run(world, encode(CheckSubject(self._subject)), IMPORT_TIMEOUT_S)
+        _require_working(outcome)
+        if not outcome.replied:
+            report = _first_failed(outcome)
+            raise UsageError(f"importing the subject ended rank {report.rank}: {_end_text(report)}{_tail(report)}")
+        for report in outcome.ranks:
+            problem = _check.decode(report.reply or b"").problem
+            if problem is not None:
+                raise UsageError(problem)
+        self._imported.add(world)
+
+    def evaluate(self, scenario: Scenario) -> Evaluation:
+        """Run a scenario once.
+
+        Raises:
+            UsageError: the built subject lacks an attribute of the contract.
+            UndecidedError: the harness failed, not the subject.
+        """
+        self.prepare(scenario.world)
+        outcome = self._run(scenario.world, encode(RunScenario(self._subject, scenario)), self._timeout_s(scenario))
+        if not outcome.replied:
+            self._imported.discard(scenario.world)  # the next run starts fresh ranks
+        return conclude(scenario, outcome, self._position)
+
+    def _run(self, world: int, task: bytes, timeout_s: float) -> Outcome:
+        try:
+            return self._pool.run(world, task, timeout_s=timeout_s)
+        except PoolError as error:
+            raise UndecidedError(str(error)) from error
+
+    def _position(self, world: int, rank: int) -> tuple[int | None, Stage]:
+        return read_position(self._pool.directory, world, rank)
+
+    def _timeout_s(self, scenario: Scenario) -> float:
+        if self.timeout_s is not None:
+            return self.timeout_s
+        work = scenario.numel * scenario.world * len(scenario.operations)
+        return BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * work
+
+
+Where = Callable[[int, int], tuple[int | None, Stage]]
+
+
+def conclude(scenario: Scenario, outcome: Outcome, position: Where) -> Evaluation:
+    """What all ranks' reports on one scenario mean together; ``position(world, rank)`` is where a rank was last.
+
+    Raises:
+        UsageError, UndecidedError: see :meth:`Evaluator.evaluate`.
+    """
+    _require_working(outcome)
+    verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
+    for verdict in verdicts:
+        if verdict.status is RankStatus.INTERFACE:
+            raise UsageError(verdict.detail or "the subject lacks the interface")
+    if len(verdicts) == scenario.world:
+        judgement = judge.merge(verdicts, scenario.world)
+    else:
+        judgement = judge.Judgement(_blame(outcome, verdicts, position), {})
+    if judgement.divergence is not None:
+        conclusion = Conclusion.VIOLATED
+    elif judgement.unsupported:
+        conclusion = Conclusion.UNSUPPORTED
+    else:
+        conclusion = Conclusion.HOLDS
+    checks = dict(judgement.checks)
+    checks[Property.PROGRESS.value] = checks.get(Property.PROGRESS.value, 0) + len(verdicts)
+    oracle: dict[str, int] = {}
+    for verdict in verdicts:
+        _add(checks, verdict.checks)
+        _add(oracle, verdict.oracle)
+    return Evaluation(
+        conclusion=conclusion,
+        divergence=judgement.divergence,
+        checks=checks,
+        oracle=oracle,
+        situations=frozenset(situation for verdict in verdicts for situation in verdict.situations),
+        fingerprint=_fingerprint(verdicts, judgement.divergence),
+        hung=any(report.end is RankEnd.TIMED_OUT for report in outcome.ranks),
+        output=_output(outcome, verdicts, judgement.divergence),
+        seconds=outcome.seconds,
+    )
+
+
+def _require_working(outcome: Outcome) -> None:
+    """A handler that raised is a mistake of the harness, about which the subject says nothing."""
+    for report in outcome.ranks:
+        if report.end is RankEnd.RAISED:
+            raise UndecidedError(f"the harness failed on rank {report.rank}:\n{report.error}")
+
+
+def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> tuple[object, ...]:
+    """Everything observed that must be the same in a second run. After a crash only that there was one: which rank a
+    broken connection reaches first is chance."""
+    if divergence is not None and divergence.property in (Property.PROGRESS, Property.TRAFFIC):
+        return (divergence.property,)
+    return (divergence, *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
+
+
+def _blame(outcome: Outcome, verdicts: list[RankVerdict], position: Where) -> Divergence:
+    """The cause when not every rank sent a verdict.
+
+    A wrong value that a rank had seen before all else comes first. Then a rank that ended by itself (the others then
+    only lose their connections), one that raised, and last one that was still running at the time-out.
+    """
+    found = [verdict.divergence for verdict in verdicts if verdict.divergence is not None]
+    found += [_divergence.decode(event) for report in outcome.ranks if report.reply is None for event in report.events]
+    values = [divergence for divergence in found if divergence.property is not Property.PROGRESS]
+    if values:
+        return min(values, key=_order)
+    died = [report for report in outcome.ranks if report.end in (RankEnd.EXITED, RankEnd.KILLED)]
+    if died:
+        first = _first_failed(outcome)
+        return _no_verdict(first if first in died else died[0], outcome.world, position)
+    if found:
+        return min(found, key=_order)
+    silent = [report for report in outcome.ranks if report.reply is None]
+    stuck = next((report for report in silent if report.end is RankEnd.TIMED_OUT), silent[0])
+    return _no_verdict(stuck, outcome.world, position)
+
+
+def _order(divergence: Divergence) -> tuple[tuple[int, int], int]:
+    return divergence.when, divergence.rank or 0
+
+
+def _no_verdict(report: RankReport, world: int, position: Where) -> Divergence:
+    step, stage = position(world, report.rank)
+    return Divergence(
+        property=Property.PROGRESS,
+        step=step,
+        stage=stage,
+        rank=report.rank,
+        message=f"rank {report.rank} sent no verdict: {_end_text(report)}",
+    )
+
+
+def _end_text(report: RankReport) -> str:
+    if report.end is RankEnd.TIMED_OUT:
+        return report.error or "it was still running at the time-out"
+    return report.error or report.end.value
+
+
+def _first_failed(outcome: Outcome) -> RankReport:
+    return outcome.ranks[outcome.first_failed or 0]
+
+
+def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergence | None) -> str:
+    """What the rank of the divergence printed and raised; where no rank is named, what the first rank with any did."""
+    if divergence is None:
+        return ""
+    details = {verdict.rank: verdict.detail or "" for verdict in verdicts}
+    texts = [
+        "\n".join(part for part in (report.output, details.get(report.rank, ""), report.stacks or "") if part)
+        for report in outcome.ranks
+    ]
+    if divergence.rank is not None:
+        return texts[divergence.rank]
+    return next((text for text in texts if text), "")
+
+
+def _tail(report: RankReport) -> str:
+    last = report.output.strip().splitlines()[-1:] if report.output else []
+    return f" ({last[0]})" if last else ""
+
+
+def _add(total: dict[str, int], more: dict[str, int]) -> None:
+    for name, count in more.items():
+        total[name] = total.get(name, 0) + count

@@ -1,0 +1,79 @@
+"""What became of one task: a report for every rank, also for those that did not answer."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class RankEnd(enum.Enum):
+    """How a rank's part of a task ended. Only REPLIED is good; no reply is never one.
+
+    REPLIED: the handler returned a reply, and the process lived until all ranks had ended.
+    BROKEN: the handler raised RankBroken; its payload is the report's ``reply``.
+    RAISED: the handler raised anything else, or wrote what is no message: a mistake in the handler.
+    EXITED: the process ended by itself, with any exit code, 0 too.
+    KILLED: the process ended by a signal that this pool did not send (a crash; the kernel, out of memory; a person).
+    TIMED_OUT: the rank had not ended at the deadline, nor had any other rank failed before.
+    ABANDONED: the pool ended the rank because another one had failed and this one did not end in the time of grace.
+    """
+
+    REPLIED = "replied"
+    BROKEN = "broken"
+    RAISED = "raised"
+    EXITED = "exited"
+    KILLED = "killed"
+    TIMED_OUT = "timed out"
+    ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part of a task.
+
+    Attributes:
+        rank: Its number.
+        end: How it ended.
+        reply: What the handler returned, or the payload of its RankBroken; None if it gave neither.
+        events: Its interim messages, in order.
+        error: What went wrong, as text ("exit code 3", "signal 9 (SIGKILL)", a traceback); None if nothing did.
+        output: The end (at most 64 KiB) of what the rank printed during the task.
+        stacks: Where every thread of the rank was when the pool ended it; None if it was not running then.
+    """
+
+    rank: int
+    end: RankEnd
+    reply: bytes | None
+    events: tuple[bytes, ...]
+    error: str | None
+    output: str
+    stacks: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One task on one world.
+
+    Attributes:
+        world: Number of ranks.
+        ranks: One report a rank, in order.
+        seconds: From the sending of the task until the last rank had ended.
+        first_failed: The rank that failed first; the failures of others may be its consequences. None if all replied.
+    """
+
+    world: int
+    ranks: tuple[RankReport, ...]
+    seconds: float
+    first_failed: int | None
+
+    @property
+    def replied(self) -> bool:
+        """Whether every rank replied."""
+        return all(report.end is RankEnd.REPLIED for report in self.ranks)
+
+
+class PoolError(Exception):
+    """The pool itself could not do its work: its ranks did not start or join, or its zygote is gone.
+
+    Not a statement about what the ranks ran. The message holds what is known: tracebacks, the end of the logs.
+    """

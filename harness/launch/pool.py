@@ -1,0 +1,450 @@
+"""The warm pool of rank processes: sends a task to every rank of a world and reports how each of them ended.
+
+Bytes in, bytes out. For each world size that is used there is one set of ranks whose default process group is exactly
+that world. They stay alive from task to task; after any end other than a reply the whole set is replaced.
+
+The parent (this module) imports no torch and joins no group. It only waits on sockets, always with a bound.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import msgspec
+
+from harness.launch import process, wire
+from harness.launch.link import ZygoteGone, ZygoteLink
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.launch.private import PrivateDirectory
+from harness.launch.rankset import Member, Phase, RankSet, tail
+
+__all__ = ["Outcome", "PoolError", "RankEnd", "RankPool", "RankReport"]
+
+_START_METHODS = ("fork", "exec")
+_KILL_TIMEOUT_S = 10.0
+_STACKS_TIMEOUT_S = 1.0
+_MAX_QUOTED_BYTES = 8192
+# A log that grows beyond this is cut to nothing: a subject that prints without end must not fill the disk.
+_MAX_LOG_BYTES = 64 * 1024 * 1024
+_LOG_CHECK_S = 0.25
+
+
+class RankPool:
+    """Processes that answer tasks; a context manager. To be used from one thread.
+
+    Args:
+        handler: ``"package.module:function"``, called in every rank; see :mod:`harness.launch.rank`.
+        setup: Passed to the handler's function.
+        backend: Of the default groups: ``"gloo"``, or ``"nccl"`` with a GPU for each rank.
+        start: ``"fork"``: ranks are forks of a process that has torch imported. ``"exec"``: each is a fresh interpreter
+            (seconds), which CUDA requires. By default ``"exec"`` for nccl, else ``"fork"``.
+        preload: Modules imported once, before ranks are forked (with ``"exec"``: by each rank).
+        join_timeout_s: For the imports, and again for the ranks of a set to join their group and set up the handler.
+        grace_s: How long the other ranks may go on once one has failed.
+        env: Added to the environment of the ranks.
+
+    Attributes:
+        directory: Private, holds the stores and logs; removed when the pool closes.
+        incidents: What happened to ranks between tasks, one line each; they were replaced.
+
+    Raises:
+        ValueError: An argument is not one of those listed.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        setup: bytes = b"",
+        *,
+        backend: str = "gloo",
+        start: str | None = None,
+        preload: Sequence[str] = (),
+        join_timeout_s: float = 60.0,
+        grace_s: float = 2.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        start = start or ("exec" if backend == "nccl" else "fork")
+        if start not in _START_METHODS:
+            raise ValueError(f"start={start!r}: expected one of {', '.join(_START_METHODS)}")
+        if backend == "nccl" and start == "fork":
+            raise ValueError("backend='nccl' with start='fork': CUDA does not survive a fork, use start='exec'")
+        module, _, name = handler.partition(":")
+        if not module or not name.isidentifier():
+            raise ValueError(f"handler={handler!r}: expected 'package.module:function'")
+        self.incidents: list[str] = []
+        self._handler, self._setup, self._backend, self._preload = handler, setup, backend, list(preload)
+        self._execute = start == "exec"
+        self._join_timeout_s, self._grace_s = join_timeout_s, grace_s
+        self._sets: dict[int, RankSet] = {}  # by world
+        self._by_identity: dict[int, RankSet] = {}
+        self._num_started = 0
+        self._warmed = False
+        self._broken: str | None = None
+        self._closed = False
+        self._owner = os.getpid()
+        self._private = PrivateDirectory()
+        self.directory = self._private.path
+        environment = process.pool_environment(env or {})
+        try:
+            self._zygote = ZygoteLink(
+                self.directory, execute=self._execute, preload=self._preload, environment=environment
+            )
+        except BaseException:
+            self._private.remove()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._zygote, selectors.EVENT_READ)
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def warm(self, worlds: Iterable[int]) -> None:
+        """Start the ranks of these worlds now, all at once, rather than each at its first task.
+
+        Raises:
+            PoolError: They did not start or join.
+        """
+        with self._failing_with_the_zygote():
+            for world in dict.fromkeys(worlds):
+                if world not in self._sets:
+                    self._start_set(world)
+            for ranks in list(self._sets.values()):
+                if ranks.phase is Phase.JOINING:
+                    self._await_joined(ranks)
+
+    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
+        """Send ``task`` to every rank of ``world`` and wait until each has ended, at most ``timeout_s``.
+
+        Whatever the ranks do is an outcome, not an exception. If any of them does not reply, all processes of this
+        world are ended, and the next call starts others.
+
+        Raises:
+            PoolError: The pool itself could not work.
+        """
+        if len(task) > wire.MAX_FRAME_BYTES:
+            raise ValueError(f"a task of {len(task)} bytes: expected at most {wire.MAX_FRAME_BYTES}")
+        with self._failing_with_the_zygote():
+            ranks = self._usable_set(world)
+            try:
+                return self._supervise(ranks, task, timeout_s)
+            except KeyboardInterrupt:
+                # The ranks are somewhere in the task. If this is interrupted too, the next run() does it.
+                self._discard(ranks)
+                raise
+
+    def log_path(self, world: int, rank: int) -> Path:
+        """Where a rank's output goes; emptied when it begins a task."""
+        return self.directory / f"world{world}-rank{rank}.log"
+
+    def close(self) -> None:
+        """End and reap every process and remove the directory. Idempotent, also after a failure."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        # A fork of this process that ends in the ordinary way comes here as well; nothing is its own.
+        owned = os.getpid() == self._owner
+        for ranks in self._by_identity.values():
+            for member in ranks.members:
+                member.channel.close()
+        self._selector.close()
+        if not owned:
+            self._zygote.abandon()
+            self._private.release()
+            return
+        try:
+            self._zygote.close(serving=self._warmed)
+        finally:
+            self._private.remove()
+
+    # Starting
+
+    def _usable_set(self, world: int) -> RankSet:
+        """The ranks of a world, alive and joined, started if need be."""
+        self._pump(0.0)
+        ranks = self._sets.get(world)
+        if ranks is not None and ranks.phase is Phase.IDLE and ranks.lost:
+            gone = ", ".join(str(member.rank) for member in ranks.lost)
+            self.incidents.append(f"world {world}: rank {gone} ended after its reply, before the next task")
+            self._discard(ranks)
+            ranks = None
+        elif ranks is not None and ranks.phase not in (Phase.IDLE, Phase.JOINING):
+            self._discard(ranks)  # Left over from an interruption.
+            ranks = None
+        if ranks is None:
+            ranks = self._start_set(world)
+        if ranks.phase is Phase.JOINING:
+            self._await_joined(ranks)
+        return ranks
+
+    def _start_set(self, world: int) -> RankSet:
+        """Have the zygote start the ranks of a world; they have not joined yet."""
+        if world < 1:
+            raise ValueError(f"world={world}: expected at least 1")
+        self._await_warm()
+        self._num_started += 1
+        ranks = RankSet(self._num_started, world)
+        self._sets[world] = self._by_identity[ranks.identity] = ranks
+        port = _free_port()
+        for rank in range(world):
+            log = self.log_path(world, rank)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            member = Member(rank, wire.Channel(ours), log, log.with_suffix(".stacks"))
+            ranks.members.append(member)
+            self._selector.register(member.channel, selectors.EVENT_READ, (ranks, member))
+            with theirs:
+                self._zygote.tell(wire.Fork(ranks.identity, rank), theirs)
+            member.forked = True
+            hello = wire.Hello(
+                rank=rank,
+                world=world,
+                zygote=self._zygote.pid,
+                backend=self._backend,
+                directory=str(self.directory),
+                store=str(self._store(ranks)),
+                log=str(member.log),
+                stacks=str(member.stacks),
+                master_port=port,
+                handler=self._handler,
+                setup=self._setup,
+                preload=self._preload if self._execute else [],
+            )
+            if not member.channel.send(wire.Kind.HELLO, msgspec.msgpack.encode(hello)):
+                self._flush_later(ranks, member)
+            self._pump(0.0)  # Or, in a large world, the zygote's reports would fill its connection.
+        ranks.phase = Phase.JOINING
+        return ranks
+
+    def _await_warm(self) -> None:
+        """Wait until the zygote has imported what it should."""
+        deadline = time.monotonic() + self._join_timeout_s
+        while not self._warmed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._zygote.ask_for_stacks()
+                _wait_for_text(self._zygote.log, time.monotonic() + _STACKS_TIMEOUT_S)
+                modules = ", ".join(["torch", *self._preload])
+                self._fail(f"importing {modules} took longer than join_timeout_s={self._join_timeout_s}")
+            self._pump(left)
+
+    def _await_joined(self, ranks: RankSet) -> None:
+        """Wait until every rank is ready; if one cannot be, end them all.
+
+        Raises:
+            PoolError: With what the rank said.
+        """
+        deadline = time.monotonic() + self._join_timeout_s
+        while not (ranks.joined or ranks.failures) and (left := deadline - time.monotonic()) > 0:
+            self._pump(left)
+        if ranks.joined and not ranks.failures:
+            ranks.phase = Phase.IDLE
+            return
+        if ranks.failures:
+            member = ranks.members[ranks.failures[0]]
+        else:
+            late = [member for member in ranks.members if not member.joined]
+            self._dump_stacks(ranks, late)
+            member = late[0]
+            numbers = ", ".join(str(member.rank) for member in late)
+            member.start_error = (
+                f"rank {numbers} had not joined after join_timeout_s={self._join_timeout_s}; rank {member.rank} was "
+                f"here:\n{tail(member.stacks, _MAX_QUOTED_BYTES)}"
+            )
+        self._kill(ranks)
+        problem = member.start_error or f"its process ended with code {member.code}"
+        output = tail(member.log, _MAX_QUOTED_BYTES)
+        self._forget(ranks)
+        raise PoolError(_with_output(f"world {ranks.world}: rank {member.rank} did not start: {problem}", output))
+
+    # Running
+
+    def _supervise(self, ranks: RankSet, task: bytes, timeout_s: float) -> Outcome:
+        started = time.monotonic()
+        deadline = started + timeout_s
+        log_check = started + _LOG_CHECK_S
+        for member in ranks.begin(task):
+            self._flush_later(ranks, member)
+        while not ranks.finished:
+            end = deadline if ranks.failed_at is None else min(deadline, ranks.failed_at + self._grace_s)
+            now = time.monotonic()
+            if now >= end:
+                break
+            if now >= log_check:
+                _bound_logs(ranks)
+                log_check = now + _LOG_CHECK_S
+            self._pump(min(end, log_check) - now)
+        keep = ranks.finished and ranks.reusable
+        if not keep:
+            self._dump_stacks(ranks, [member for member in ranks.members if member.end is None])
+            ranks.give_up()
+            self._kill(ranks)
+        reports = tuple(member.report() for member in ranks.members)
+        first_failed = ranks.failures[0] if ranks.failures else None
+        outcome = Outcome(ranks.world, reports, time.monotonic() - started, first_failed)
+        ranks.phase = Phase.IDLE
+        if not keep:
+            self._forget(ranks)
+        return outcome
+
+    def _dump_stacks(self, ranks: RankSet, members: list[Member]) -> None:
+        """Have ranks write where they are; one that cannot (stopped, or deep in the kernel) is not waited for long."""
+        if not members:
+            return
+        self._zygote.tell(wire.Dump(ranks.identity))
+        deadline = time.monotonic() + _STACKS_TIMEOUT_S
+        for member in members:
+            member.dumped = True
+            _wait_for_text(member.stacks, deadline)
+
+    def _flush_later(self, ranks: RankSet, member: Member) -> None:
+        """Have the selector say when a socket that did not take a whole message is writable again."""
+        self._selector.modify(member.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, (ranks, member))
+
+    def _pump(self, timeout_s: float) -> None:
+        """Wait for something to happen, and take in all of it."""
+        arrived: dict[RankSet, list[Member]] = {}
+        reports = False
+        for key, events in self._selector.select(max(0.0, timeout_s)):
+            if key.data is None:
+                reports = True
+                continue
+            ranks, member = key.data
+            if events & selectors.EVENT_WRITE and member.channel.flush():
+                self._selector.modify(member.channel, selectors.EVENT_READ, key.data)
+            if events & selectors.EVENT_READ:
+                arrived.setdefault(ranks, []).append(member)
+        for ranks, members in arrived.items():
+            ranks.receive(members)
+            for member in members:
+                if member.channel.ended:
+                    self._ignore(member)
+        while reports and (report := self._zygote.hear()) is not None:
+            self._note(report)
+
+    def _ignore(self, member: Member) -> None:
+        """Take a connection out of the selector, which would report its end for ever. Idempotent."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(member.channel)
+
+    # The zygote
+
+    def _note(self, report: wire.Control) -> None:
+        match report:
+            case wire.Warmed():
+                self._warmed = True
+            case wire.Unusable(reason):
+                self._fail(f"its zygote process could not start:\n{reason}")
+            case wire.Forked() | wire.NotForked() | wire.Ended() if report.group in self._by_identity:
+                ranks = self._by_identity[report.group]
+                member = ranks.members[report.rank]
+                match report:
+                    case wire.Forked():
+                        member.pid = report.pid
+                    case wire.NotForked():
+                        member.start_error = report.reason
+                        ranks.ended(member, 127)
+                    case wire.Ended():
+                        ranks.ended(member, report.code)
+
+    def _kill(self, ranks: RankSet) -> None:
+        """End every rank of a set and wait until the zygote has reaped them all."""
+        ranks.phase = Phase.ENDING
+        self._zygote.tell(wire.Kill(ranks.identity))
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while any(member.forked and member.code is None for member in ranks.members):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._fail(f"world {ranks.world}: killed ranks have not ended after {_KILL_TIMEOUT_S} s")
+            self._pump(left)
+
+    def _discard(self, ranks: RankSet) -> None:
+        self._kill(ranks)
+        self._forget(ranks)
+
+    def _forget(self, ranks: RankSet) -> None:
+        """Drop a set whose processes have all been reaped."""
+        for member in ranks.members:
+            self._ignore(member)
+            member.channel.close()
+        self._store(ranks).unlink(missing_ok=True)
+        del self._by_identity[ranks.identity]
+        if self._sets.get(ranks.world) is ranks:
+            del self._sets[ranks.world]
+
+    def _store(self, ranks: RankSet) -> Path:
+        """Where the ranks of a set meet."""
+        return self.directory / f"store{ranks.identity}"
+
+    @contextlib.contextmanager
+    def _failing_with_the_zygote(self) -> Iterator[None]:
+        if self._broken is not None:
+            raise PoolError(f"this pool has failed before: {self._broken}")
+        if self._closed:
+            raise PoolError("this pool is closed")
+        try:
+            yield
+        except ZygoteGone as error:
+            self._fail(str(error))
+
+    def _fail(self, problem: str) -> NoReturn:
+        """The pool is beyond use: end what is left of it and say why.
+
+        Raises:
+            PoolError: Always.
+        """
+        self._broken = problem
+        # The kernel kills the ranks of a dead zygote, but not what these had started.
+        for ranks in self._by_identity.values():
+            for member in ranks.members:
+                if member.pid is not None and member.code is None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(member.pid, signal.SIGKILL)
+        output = tail(self._zygote.log, _MAX_QUOTED_BYTES)
+        self.close()
+        raise PoolError(_with_output(problem, output))
+
+
+def _with_output(problem: str, output: str) -> str:
+    return f"{problem}\nIts output:\n{output}" if output else problem
+
+
+def _bound_logs(ranks: RankSet) -> None:
+    for member in ranks.members:
+        with contextlib.suppress(FileNotFoundError):
+            if member.log.stat().st_size > _MAX_LOG_BYTES:
+                os.truncate(member.log, 0)
+
+
+def _wait_for_text(path: Path, deadline: float) -> None:
+    """Wait until a file that another process was told to write has text and has stopped growing."""
+    previous = -1
+    while time.monotonic() < deadline:
+        size = path.stat().st_size if path.exists() else 0
+        if size > 0 and size == previous:
+            return
+        previous = size
+        time.sleep(0.01)
+
+
+def _free_port() -> int:
+    """A port nobody listens on now, for MASTER_PORT; the pool itself uses none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

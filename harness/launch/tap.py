@@ -1,0 +1,204 @@
+"""A record of every collective a rank calls, taken at the functions of ``torch.distributed``.
+
+The functions are replaced once per process, before any module of the user's is imported, so that
+``from torch.distributed import all_reduce`` binds the replacement. Not seen: methods called on a process group itself,
+the operators ``torch.ops._c10d_functional`` that DTensor uses, and what DDP's reducer does in C++.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Function -> (kind, parameter that holds what this rank contributes). All names that torch has or had; those it
+# lacks are passed over. A scatter has no input on most ranks, so its output, equal everywhere, stands for it.
+# batch_isend_irecv is absent because it calls isend and irecv, which are recorded.
+_FUNCTIONS: dict[str, tuple[str, str | None]] = {
+    "all_gather": ("all_gather", "tensor"),
+    "all_gather_coalesced": ("all_gather", "input_tensor_list"),
+    "all_gather_into_tensor": ("all_gather", "input_tensor"),
+    "all_gather_single": ("all_gather", "input_tensor"),
+    "_all_gather_base": ("all_gather", "input_tensor"),
+    "all_gather_object": ("all_gather_object", None),
+    "all_reduce": ("all_reduce", "tensor"),
+    "all_reduce_coalesced": ("all_reduce", "tensors"),
+    "all_to_all": ("all_to_all", "input_tensor_list"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "barrier": ("barrier", None),
+    "monitored_barrier": ("barrier", None),
+    "broadcast": ("broadcast", "tensor"),
+    "broadcast_object_list": ("broadcast_object_list", None),
+    "gather": ("gather", "tensor"),
+    "gather_object": ("gather_object", None),
+    "reduce": ("reduce", "tensor"),
+    "reduce_scatter": ("reduce_scatter", "input_list"),
+    "reduce_scatter_single": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_reduce_scatter_base": ("reduce_scatter", "input"),
+    "scatter": ("scatter", "tensor"),
+    "scatter_object_list": ("scatter_object_list", None),
+    "send": ("send", "tensor"),
+    "isend": ("send", "tensor"),
+    "send_object_list": ("send_object_list", None),
+    "recv": ("recv", "tensor"),
+    "irecv": ("recv", "tensor"),
+    "recv_object_list": ("recv_object_list", None),
+    "new_group": ("new_group", None),
+    "split_group": ("split_group", None),
+}
+# Where the function names the group's members, if not by a parameter `group`.
+_GROUP_PARAMETERS = {"new_group": "ranks", "split_group": "parent_pg"}
+
+
+class LoggedCollective(NamedTuple):
+    """One call.
+
+    Attributes:
+        kind: What it does, under one name for all its spellings (``reduce_scatter_tensor`` is ``reduce_scatter``).
+        dtype: Of the contribution, as ``"bfloat16"``; empty where there is no tensor (barriers, objects, new groups).
+        length: Elements this rank contributes: the whole input of a reduce-scatter or all-to-all, the shard of an
+            all-gather, the tensor of anything else; 0 where there is no tensor.
+        group_ranks: The global ranks of the group, in its order.
+        label: What :meth:`CollectiveLog.mark` had been given.
+    """
+
+    kind: str
+    dtype: str
+    length: int
+    group_ranks: tuple[int, ...]
+    label: object
+
+
+class CollectiveLog:
+    """The collectives this process called since :meth:`begin`, in order.
+
+    Only the outermost call is recorded (``all_gather_object`` calls ``all_gather``), when it is made, also if it then
+    raises. Calls through a group that this rank is not in do nothing and are not recorded.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[LoggedCollective] = []
+        self.label: object = None
+
+    def begin(self) -> None:
+        """Forget everything recorded so far, and the label."""
+        self.entries = []
+        self.label = None
+
+    def mark(self, label: object) -> None:
+        """Store ``label`` with every call from now on."""
+        self.label = label
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls of this thread inside the block are not recorded: a handler's own, not those of what it runs."""
+        before, _per_thread.inside = _per_thread.inside, True
+        try:
+            yield
+        finally:
+            _per_thread.inside = before
+
+
+class _PerThread(threading.local):
+    """Autograd may run on other threads, so nesting is a matter of each thread."""
+
+    inside = False
+
+
+_per_thread = _PerThread()
+_dtype_names: dict[torch.dtype, str] = {}
+_installed: CollectiveLog | None = None
+
+
+def install() -> CollectiveLog:
+    """Replace the functions of ``torch.distributed``, wherever torch's own modules hold them; returns the one log."""
+    global _installed
+    if _installed is not None:
+        return _installed
+    log = CollectiveLog()
+    replacements: dict[int, Callable[..., Any]] = {}
+    originals: list[Callable[..., Any]] = []
+    for name, (kind, contribution) in _FUNCTIONS.items():
+        original = getattr(distributed_c10d, name, None)
+        if original is not None:
+            originals.append(original)
+            replacements[id(original)] = _tapped(log, original, name, kind, contribution)
+    # By identity, not by name: some modules of torch have bound the functions when they were imported.
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "torch" and module is not None:
+            for attribute, value in list(vars(module).items()):
+                if id(value) in replacements:
+                    setattr(module, attribute, replacements[id(value)])
+    _installed = log
+    return log
+
+
+def _tapped(
+    log: CollectiveLog, original: Callable[..., Any], name: str, kind: str, contribution: str | None
+) -> Callable[..., Any]:
+    """``original``, recorded in ``log`` when it is the outermost call of its thread."""
+    parameters = list(inspect.signature(original).parameters)
+    group_name = _GROUP_PARAMETERS.get(name, "group")
+    group_index = parameters.index(group_name)
+    tensor_name = contribution or ""
+    tensor_index = parameters.index(contribution) if contribution is not None else 0
+    find_ranks = _listed_ranks if name == "new_group" else _ranks_of_group
+
+    @functools.wraps(original)
+    def tapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
+        if _per_thread.inside:
+            return original(*args, **kwargs)
+        ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
+        if ranks is not None:
+            dtype, length = "", 0
+            if tensor_name:
+                tensors = args[tensor_index] if len(args) > tensor_index else kwargs.get(tensor_name)
+                dtype, length = _measure(tensors)
+            log.entries.append(LoggedCollective(kind, dtype, length, ranks, log.label))
+        _per_thread.inside = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _per_thread.inside = False
+
+    return tapped
+
+
+def _measure(tensors: object) -> tuple[str, int]:
+    """The dtype and number of elements of a tensor or of a list of them; of anything else nothing (torch raises)."""
+    if isinstance(tensors, torch.Tensor):
+        dtype = tensors.dtype
+        name = _dtype_names.get(dtype)
+        if name is None:
+            name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+        return name, tensors.numel()
+    if isinstance(tensors, Sequence):
+        measured = [_measure(tensor) for tensor in tensors]
+        return (measured[0][0] if measured else ""), sum(length for _, length in measured)
+    return "", 0
+
+
+def _ranks_of_group(group: object) -> tuple[int, ...] | None:
+    """The global ranks of a group (None: the default one); None for what is no group of this rank."""
+    if group is None:
+        if not dist.is_initialized():
+            return None
+    elif not isinstance(group, dist.ProcessGroup):
+        return None
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _listed_ranks(ranks: object) -> tuple[int, ...] | None:
+    """The ranks a new group is asked for (torch sorts them); None stands for all."""
+    if isinstance(ranks, Sequence):
+        return tuple(sorted(ranks))
+    return _ranks_of_group(None)

@@ -1,0 +1,1 @@
+"""Oracles: the reference and the rules by which equality is decided. Nothing is imported here (torch is slow)."""

@@ -1,0 +1,169 @@
+"""Bitwise comparison and digests of tensors.
+
+Bits are compared through integer views, never with a tolerance. Two things are one pattern each: every nan (which
+payload a conversion leaves depends on the build), and, where the caller says so, the two zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Elements looked at in one go: the temporaries of a comparison stay near 10 MiB whatever its size.
+_CHUNK = 2**20
+
+
+class _Format(NamedTuple):
+    """The binary layout of a floating dtype; every pattern above ``infinity`` (the one of +inf) is a nan."""
+
+    integer: torch.dtype
+    width: int  # bits
+    infinity: int
+    quiet_nan: int
+    tag: bytes
+
+    @property
+    def magnitude(self) -> int:
+        """Mask of everything but the sign."""
+        return (1 << (self.width - 1)) - 1
+
+
+_FORMATS = {
+    torch.bfloat16: _Format(torch.int16, 16, 0x7F80, 0x7FC0, b"bf16"),
+    torch.float16: _Format(torch.int16, 16, 0x7C00, 0x7E00, b"fp16"),
+    torch.float32: _Format(torch.int32, 32, 0x7F800000, 0x7FC00000, b"fp32"),
+    torch.float64: _Format(torch.int64, 64, 0x7FF << 52, 0xFFF << 51, b"fp64"),
+}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where two tensors differ: the first place, and in how many.
+
+    ``index`` is flat. ``*_bits`` are hex strings of the raw value. ``ulps`` is the distance on the line of ordered
+    values, on which both zeros are one point; None when either side is nan.
+    """
+
+    index: int
+    count: int
+    expected: float
+    actual: float
+    expected_bits: str
+    actual_bits: str
+    ulps: int | None
+
+
+class Comparison(NamedTuple):
+    """Outcome of one comparison. ``compared`` elements were looked at: 0 is no evidence of anything."""
+
+    compared: int
+    mismatch: Mismatch | None
+
+    @property
+    def equal(self) -> bool:
+        """Nothing differed, and there was something to compare."""
+        return self.mismatch is None and self.compared > 0
+
+
+def compare_bits(expected: Tensor, actual: Tensor, *, signed_zeros: bool) -> Comparison:
+    """Compare two tensors of one shape, dtype (bf16, fp16, fp32, fp64) and device bit by bit.
+
+    nan equals nan. With ``signed_zeros=False`` +0.0 equals -0.0. Allocates a few MiB at most, except for the copy that
+    a non-contiguous tensor needs.
+
+    Raises:
+        ValueError: shapes, dtypes or devices differ.
+        TypeError: a dtype that has no bits to compare here.
+    """
+    if expected.shape != actual.shape or expected.dtype != actual.dtype or expected.device != actual.device:
+        raise ValueError(f"cannot compare: expected is {_describe(expected)}, actual is {_describe(actual)}")
+    layout = _FORMATS.get(expected.dtype)
+    if layout is None:
+        raise TypeError(f"cannot compare {expected.dtype}: supported are {', '.join(map(str, _FORMATS))}")
+    numel = expected.numel()
+    expected_bits = expected.detach().view(layout.integer)
+    actual_bits = actual.detach().view(layout.integer)
+    if numel <= _CHUNK and torch.equal(expected_bits, actual_bits):
+        return Comparison(numel, None)
+    return Comparison(numel, _find(layout, expected_bits.reshape(-1), actual_bits.reshape(-1), signed_zeros, expected))
+
+
+def _find(
+    layout: _Format, expected_bits: Tensor, actual_bits: Tensor, signed_zeros: bool, like: Tensor
+) -> Mismatch | None:
+    """First and number of differing elements of two flat integer vectors."""
+    first = -1
+    count = 0
+    for start in range(0, expected_bits.numel(), _CHUNK):
+        wanted = expected_bits[start : start + _CHUNK]
+        seen = actual_bits[start : start + _CHUNK]
+        if torch.equal(wanted, seen):
+            continue
+        differs = wanted != seen
+        wanted_magnitude = wanted & layout.magnitude
+        seen_magnitude = seen & layout.magnitude
+        differs &= (wanted_magnitude <= layout.infinity) | (seen_magnitude <= layout.infinity)
+        if not signed_zeros:
+            differs &= (wanted_magnitude | seen_magnitude) != 0
+        in_chunk = int(differs.sum())
+        if in_chunk and first < 0:
+            first = start + int(differs.to(torch.uint8).argmax())
+        count += in_chunk
+    if count == 0:
+        return None
+    return _mismatch(layout, first, count, expected_bits[first], actual_bits[first], like)
+
+
+def _mismatch(layout: _Format, index: int, count: int, wanted: Tensor, seen: Tensor, like: Tensor) -> Mismatch:
+    expected = float(wanted.view(like.dtype))
+    actual = float(seen.view(like.dtype))
+    wanted_bits = int(wanted) % (1 << layout.width)
+    seen_bits = int(seen) % (1 << layout.width)
+    nan = expected != expected or actual != actual
+    digits = layout.width // 4
+    return Mismatch(
+        index=index,
+        count=count,
+        expected=expected,
+        actual=actual,
+        expected_bits=f"0x{wanted_bits:0{digits}x}",
+        actual_bits=f"0x{seen_bits:0{digits}x}",
+        ulps=None if nan else abs(_ordered(layout, wanted_bits) - _ordered(layout, seen_bits)),
+    )
+
+
+def _ordered(layout: _Format, bits: int) -> int:
+    """The position of a non-nan value among all values of its format; both zeros are 0."""
+    magnitude = bits & layout.magnitude
+    return magnitude if bits == magnitude else -magnitude
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Hex digest of the bits of some floating tensors, in order, with every nan as one pattern.
+
+    Sizes and dtypes enter too, shapes do not. Equal digests mean equal bits; signed zeros count as different.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        layout = _FORMATS.get(tensor.dtype)
+        if layout is None:
+            raise TypeError(f"cannot digest {tensor.dtype}: supported are {', '.join(map(str, _FORMATS))}")
+        state.update(b"%s %d;" % (layout.tag, tensor.numel()))
+        flat = tensor.detach().reshape(-1).view(layout.integer)
+        for start in range(0, flat.numel(), _CHUNK):
+            bits: np.ndarray[tuple[int], np.dtype[np.signedinteger]] = flat[start : start + _CHUNK].cpu().numpy()
+            magnitude = bits & layout.magnitude
+            if magnitude.max() > layout.infinity:
+                bits = np.where(magnitude > layout.infinity, bits.dtype.type(layout.quiet_nan), bits)
+            state.update(bits)  # type: ignore[arg-type]
+    return state.hexdigest()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,338 @@
+"""The parent's part of a verdict: merge what the ranks say, and compare what only all ranks together show.
+
+No torch: this runs in the process that waits on the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
+
+# Two ranks take different parts in these, so they need not match and their order says nothing about the others.
+POINT_TO_POINT = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
+
+# What one rank contributes to these may rightly be longer than what another does.
+UNEVEN = frozenset({"all_to_all"})
+
+# What a rank says whose peer has gone: it did nothing wrong itself.
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What all ranks together say about one scenario.
+
+    Attributes:
+        divergence: the first thing that differs, None when nothing does.
+        checks: comparisons across ranks made here, by property; those the ranks made are not in it.
+        unsupported: every rank said that the scenario is outside the subject's space, and nothing differed before.
+        interface: what every rank found missing in the built object; None when it has what the contract asks for.
+    """
+
+    divergence: Divergence | None
+    checks: Mapping[str, int]
+    unsupported: bool = False
+    interface: str | None = None
+
+
+def merge(verdicts: Sequence[RankVerdict], world: int) -> Judgement:
+    """Merge the verdicts of all ranks of one scenario.
+
+    The earliest (step, stage) wins. Within one, a difference in the sequence of collectives comes first (wrong values
+    are its consequence), then what ranks found themselves by rank (those last whose peer had gone), then what differs
+    between ranks.
+
+    Raises:
+        ValueError: not exactly one verdict per rank, or ranks that finished without a divergence observed different
+            steps: the harness itself is wrong, and nothing was decided.
+    """
+    by_rank = {verdict.rank: verdict for verdict in verdicts}
+    if len(verdicts) != world or set(by_rank) != set(range(world)):
+        raise ValueError(f"verdicts of ranks {sorted(v.rank for v in verdicts)}, expected one of each of {world} ranks")
+    ordered = [by_rank[rank] for rank in range(world)]
+    checks: Counter[str] = Counter()
+    traffic = _traffic(ordered, checks)
+    own = [divergence for verdict in ordered if (divergence := _own(verdict)) is not None]
+    own.extend(_split_status(ordered))
+    across = [*_norms(ordered, checks), *_weights(ordered, checks)]
+    candidates = [*((0, found) for found in traffic), *((1, found) for found in own), *((2, found) for found in across)]
+    lost = {verdict.rank for verdict in ordered if _peer_lost(verdict)}
+    first = min(
+        candidates,
+        key=lambda entry: (entry[1].when, entry[0], entry[0] == 1 and entry[1].rank in lost, entry[1].rank or 0),
+        default=None,
+    )
+    if first is not None:
+        return Judgement(first[1], dict(checks))
+    statuses = {verdict.status for verdict in ordered}
+    if statuses == {RankStatus.INTERFACE}:
+        return Judgement(None, dict(checks), interface=ordered[0].detail or "part of the interface is missing")
+    return Judgement(None, dict(checks), unsupported=statuses == {RankStatus.UNSUPPORTED})
+
+
+def _own(verdict: RankVerdict) -> Divergence | None:
+    """What a rank itself found: a difference, or that the subject raised."""
+    found = verdict.divergence
+    refused = verdict.status in (RankStatus.UNSUPPORTED, RankStatus.INTERFACE)
+    # What a rank found before it met a refusal counts; where it met the refusal is no fault when all ranks did.
+    if found is not None and not (refused and found.property is Property.PROGRESS):
+        return found if found.rank is not None else replace(found, rank=verdict.rank)
+    if verdict.status is RankStatus.RAISED:
+        return Divergence(
+            property=Property.PROGRESS,
+            stage=Stage.BUILD,
+            rank=verdict.rank,
+            message=f"rank {verdict.rank} raised: {verdict.detail or 'no detail'}",
+        )
+    return None
+
+
+def _split_status(verdicts: Sequence[RankVerdict]) -> list[Divergence]:
+    """A scenario is outside the subject's space, or its interface incomplete, on all ranks or on none."""
+    found = []
+    for status, said in (
+        (RankStatus.UNSUPPORTED, "raised NotImplementedError"),
+        (RankStatus.INTERFACE, "built an object that lacks part of the interface"),
+    ):
+        ranks = [verdict.rank for verdict in verdicts if verdict.status is status]
+        others = [verdict.rank for verdict in verdicts if verdict.status is not status]
+        if not ranks or not others:
+            continue
+        where = verdicts[ranks[0]].divergence
+        detail = verdicts[ranks[0]].detail
+        found.append(
+            Divergence(
+                property=Property.PROGRESS,
+                stage=where.stage if where else Stage.BUILD,
+                step=where.step if where else None,
+                rank=ranks[0],
+                message=f"{_ranks(ranks)} {said} while {_ranks(others)} did not" + (f": {detail}" if detail else ""),
+            )
+        )
+    return found
+
+
+def _peer_lost(verdict: RankVerdict) -> bool:
+    if verdict.status is not RankStatus.RAISED or verdict.divergence is None:
+        return False
+    if verdict.divergence.property is not Property.PROGRESS:
+        return False
+    said = f"{verdict.divergence.message}\n{verdict.detail or ''}".lower()
+    return any(phrase in said for phrase in _PEER_LOST)
+
+
+# --- the same value on every rank -------------------------------------------------------------------------------------
+
+
+def _norms(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Divergence]:
+    observed: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    for verdict in verdicts:
+        for norm in verdict.norms:
+            observed[norm.step, norm.call][verdict.rank] = norm.bits
+    _same_steps(verdicts, observed.values(), "squared norms")
+    found = []
+    for (step, call), by_rank in observed.items():
+        if len(by_rank) < 2:
+            continue
+        checks[Property.NORM.value] += 1
+        split = _split(by_rank)
+        if split is None:
+            continue
+        (expected, agreeing), (actual, differing) = split
+        which = "before clipping" if call == 0 else "after clipping"
+        found.append(
+            Divergence(
+                property=Property.NORM,
+                stage=Stage.NORM,
+                step=step,
+                rank=differing[0],
+                expected=_number(expected),
+                actual=_number(actual),
+                expected_bits=expected,
+                actual_bits=actual,
+                ulps=_ulps(expected, actual),
+                message=f"the squared norm {which} is not the same on all ranks: {_ranks(agreeing)} got {expected}, "
+                f"{_ranks(differing)} {actual}",
+            )
+        )
+    return found
+
+
+def _weights(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Divergence]:
+    observed: dict[int, dict[int, str]] = defaultdict(dict)
+    for verdict in verdicts:
+        for weights in verdict.weights:
+            observed[weights.step][verdict.rank] = weights.digest
+    _same_steps(verdicts, observed.values(), "weights")
+    found = []
+    for step, by_rank in observed.items():
+        if len(by_rank) < 2:
+            continue
+        checks[Property.AGREEMENT.value] += 1
+        split = _split(by_rank)
+        if split is not None:
+            (expected, agreeing), (actual, differing) = split
+            found.append(
+                Divergence(
+                    property=Property.AGREEMENT,
+                    stage=Stage.GATHER,
+                    step=step,
+                    rank=differing[0],
+                    expected=expected,
+                    actual=actual,
+                    message=f"the compute weights are not the same on all ranks: {_ranks(agreeing)} have digest "
+                    f"{expected}, {_ranks(differing)} {actual}",
+                )
+            )
+    return found
+
+
+def _same_steps(verdicts: Sequence[RankVerdict], observed: Iterable[Mapping[int, str]], what: str) -> None:
+    """Ranks that were driven to the end and found nothing must all have looked at the same steps."""
+    if any(verdict.status is not RankStatus.DONE or verdict.divergence is not None for verdict in verdicts):
+        return
+    for by_rank in observed:
+        missing = [verdict.rank for verdict in verdicts if verdict.rank not in by_rank]
+        if missing:
+            raise ValueError(f"{_ranks(missing)} finished without observing {what} that {_ranks(sorted(by_rank))} saw")
+
+
+def _split(by_rank: Mapping[int, str]) -> tuple[tuple[str, list[int]], tuple[str, list[int]]] | None:
+    """What most ranks have (in a tie: the lowest rank), and what the lowest rank that differs has; None: all agree."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(by_rank):
+        holders[by_rank[rank]].append(rank)
+    if len(holders) == 1:
+        return None
+    expected = max(holders, key=lambda value: (len(holders[value]), -holders[value][0]))
+    actual = min((value for value in holders if value != expected), key=lambda value: holders[value][0])
+    return (expected, holders[expected]), (actual, holders[actual])
+
+
+def _number(bits: str) -> float | None:
+    """The float behind a hex pattern of 32 or 64 bits; nan for ``"nan"``."""
+    if bits == "nan":
+        return math.nan
+    digits = bits.removeprefix("0x")
+    code = {8: ">f", 16: ">d"}.get(len(digits))
+    return None if code is None else float(struct.unpack(code, bytes.fromhex(digits))[0])
+
+
+def _ulps(expected: str, actual: str) -> int | None:
+    if "nan" in (expected, actual) or len(expected) != len(actual):
+        return None
+    sign = 1 << (4 * len(expected.removeprefix("0x")) - 1)
+    ordered = [bits if bits < sign else sign - bits for bits in (int(expected, 16), int(actual, 16))]
+    return abs(ordered[0] - ordered[1])
+
+
+# --- the same sequence of collectives on every rank -------------------------------------------------------------------
+
+_Key = tuple[str, str, int, tuple[int, ...]]
+
+
+def _traffic(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Divergence]:
+    """Any two ranks call the same collectives, in the same order, on the groups that hold both."""
+    logs = [[call for call in verdict.collectives if call.kind not in POINT_TO_POINT] for verdict in verdicts]
+    truncated = {verdict.rank for verdict in verdicts if verdict.status is not RankStatus.DONE}
+    keys = [[_key(call) for call in log] for log in logs]
+    world = len(verdicts)
+    if all(other == keys[0] for other in keys) and all(len(key[3]) == world for key in keys[0]):
+        if world > 1 and keys[0]:
+            checks[Property.TRAFFIC.value] += len(keys[0])
+        return []
+    found = []
+    for one in range(world):
+        for other in range(one + 1, world):
+            shared = {call.group for log in (logs[one], logs[other]) for call in log if {one, other} <= set(call.group)}
+            length, differs = _first_difference(keys, one, other, shared, truncated)
+            checks[Property.TRAFFIC.value] += length
+            if differs is not None:
+                found.append(_describe_difference(logs, truncated, one, other, shared, differs))
+    return found
+
+
+def _key(call: Collective) -> _Key:
+    return call.kind, "" if call.kind in UNEVEN else call.dtype, 0 if call.kind in UNEVEN else call.length, call.group
+
+
+def _first_difference(
+    keys: Sequence[Sequence[_Key]], one: int, other: int, shared: set[tuple[int, ...]], truncated: set[int]
+) -> tuple[int, int | None]:
+    """How many calls of two ranks were compared, and the position of the first that differs."""
+    left = [key for key in keys[one] if key[3] in shared]
+    right = [key for key in keys[other] if key[3] in shared]
+    common = min(len(left), len(right))
+    for position in range(common):
+        if left[position] != right[position]:
+            return position + 1, position
+    # A rank that stopped early lacks the rest of its calls for that reason, which is reported as such.
+    shorter = one if len(left) < len(right) else other
+    if len(left) != len(right) and shorter not in truncated:
+        return common + 1, common
+    return common, None
+
+
+def _describe_difference(
+    logs: Sequence[Sequence[Collective]],
+    truncated: set[int],
+    one: int,
+    other: int,
+    shared: set[tuple[int, ...]],
+    position: int,
+) -> Divergence:
+    """The divergence for a pair of ranks, told over all ranks that share their groups."""
+    world = len(logs)
+    callers: dict[str, list[int]] = defaultdict(list)
+    calls: list[Collective] = []
+    for rank in range(world):
+        if any(rank not in group for group in shared):
+            continue
+        log = [call for call in logs[rank] if call.group in shared]
+        if position < len(log):
+            calls.append(log[position])
+            callers[_name(log[position], world)].append(rank)
+        elif rank not in truncated:
+            callers["nothing"].append(rank)
+    majority = max(callers, key=lambda name: (len(callers[name]), -callers[name][0]))
+    rest = sorted((name for name in callers if name != majority), key=lambda name: callers[name][0])
+    ordinal = _ordinal(position + 1)
+    odd = ", ".join(f"{_ranks(callers[name])} called {name}" for name in rest)
+    whose = "its" if sum(len(callers[name]) for name in rest) == 1 else "their"
+    first = min(calls, key=lambda call: _when(call))
+    return Divergence(
+        property=Property.TRAFFIC,
+        stage=Stage(first.stage) if first.stage else Stage.BUILD,
+        step=first.step,
+        rank=callers[rest[0]][0] if rest else other,
+        expected=majority,
+        actual=rest[0] if rest else None,
+        message=f"{odd} as {whose} {ordinal} collective while {_ranks(callers[majority])} called {majority}",
+    )
+
+
+def _when(call: Collective) -> tuple[int, int]:
+    stage = Stage(call.stage) if call.stage else Stage.BUILD
+    return Divergence(property=Property.TRAFFIC, stage=stage, step=call.step, message="").when
+
+
+def _name(call: Collective, world: int) -> str:
+    text = f"{call.kind} {call.dtype}[{call.length}]"
+    return text if call.group == tuple(range(world)) else f"{text} among {_ranks(call.group)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _ordinal(number: int) -> str:
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}" + {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")

@@ -1,0 +1,135 @@
+"""The unsharded trainer: what a sharded system must equal, stage by stage.
+
+It keeps whole, separate tensors per parameter and shares no code with any subject. AdamW over separate tensors equals
+AdamW over a flat shard bit for bit, whatever the cut, for ``foreach=False`` and ``True`` (`harness doctor` measures it
+on the machine at hand); every variant for which that does not hold is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.oracles.bounds import SquaredNorm, squared_norm
+from harness.scenario.model import AdamW
+
+_REFUSED = {
+    "fused": "its vector tail rounds unlike its body, so the bits depend on where an element lies in the vector",
+    "capturable": "it computes the bias corrections on the device, in another precision and order",
+    "differentiable": "it runs other operations than the optimizer that is verified",
+    "amsgrad": "its third moment is state that is not compared",
+    "maximize": "gradients would enter with the wrong sign",
+}
+
+
+class NotComparableError(ValueError):
+    """The optimizer's settings allow no bitwise comparison; the message says which and why."""
+
+
+def build_adamw(parameters: Sequence[Tensor], settings: AdamW, **flags: bool) -> torch.optim.AdamW:
+    """The optimizer as both sides run it; ``flags`` are further switches of ``torch.optim.AdamW``.
+
+    Raises:
+        NotComparableError: a flag is on that makes bits depend on the layout or runs another algorithm.
+        TypeError: an unknown flag.
+    """
+    for flag, on in flags.items():
+        if flag not in _REFUSED:
+            raise TypeError(f"build_adamw() knows no flag {flag!r}; known are {', '.join(_REFUSED)}")
+        if on:
+            raise NotComparableError(f"AdamW with {flag}=True cannot be compared bit for bit: {_REFUSED[flag]}")
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        foreach=settings.foreach,
+        fused=False,
+    )
+
+
+class UnshardedTrainer:
+    """fp32 masters, AdamW moments and low-precision weights of all parameters, whole.
+
+    Attributes:
+        weights: the compute weights, each in its own dtype and shape; change in :meth:`gather` only.
+        num_steps: optimizer steps taken.
+    """
+
+    def __init__(self, initial: Sequence[Tensor], settings: AdamW, device: torch.device | str = "cpu") -> None:
+        """Start from the compute weights ``initial`` (copied): each master is its weight in fp32."""
+        self.weights = [weight.detach().to(device, copy=True) for weight in initial]
+        self.num_steps = 0
+        self._masters = [torch.nn.Parameter(weight.to(torch.float32, copy=True)) for weight in self.weights]
+        self._optimizer = build_adamw(self._masters, settings)
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Give every parameter its reduced gradient: fp32, the parameter's shape, on the trainer's device.
+
+        None counts as zeros. The tensors are kept, not copied, and :meth:`scale_gradients` changes them.
+
+        Raises:
+            ValueError: another number, shape, dtype or device than the parameters'.
+        """
+        if len(gradients) != len(self._masters):
+            raise ValueError(f"{len(gradients)} gradients for {len(self._masters)} parameters")
+        for index, (master, gradient) in enumerate(zip(self._masters, gradients, strict=True)):
+            if gradient is None:
+                gradient = torch.zeros_like(master)
+            if (gradient.shape, gradient.dtype, gradient.device) != (master.shape, torch.float32, master.device):
+                raise ValueError(
+                    f"gradient {index} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}, "
+                    f"expected torch.float32 {list(master.shape)} on {master.device}"
+                )
+            master.grad = gradient
+
+    def scale_gradients(self, coefficient: float) -> None:
+        """Multiply all gradients by ``coefficient`` in fp32, in place: what clipping does to a shard."""
+        for gradient in self.gradients:
+            gradient.mul_(coefficient)
+
+    def squared_norm(self) -> SquaredNorm:
+        """Squared L2 norm of the gradients as they are now, with its error bound."""
+        return squared_norm([gradient.cpu().numpy() for gradient in self.gradients])
+
+    def step(self) -> None:
+        """One AdamW step of every parameter from its gradient, which is dropped.
+
+        Raises:
+            RuntimeError: no gradients were set since the last step.
+        """
+        _ = self.gradients  # raises: a parameter without gradient would be skipped in silence
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.num_steps += 1
+
+    def gather(self) -> None:
+        """Round the masters to the compute weights."""
+        for weight, master in zip(self.weights, self._masters, strict=True):
+            weight.copy_(master.detach())
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients set for this step, fp32, by parameter; raises RuntimeError when there are none."""
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        if len(gradients) != len(self._masters):
+            raise RuntimeError("the reference has no gradients: call set_gradients() first")
+        return gradients
+
+    def master(self, parameter: int) -> Tensor:
+        """The fp32 master of one parameter, in its shape; not a copy."""
+        return self._masters[parameter].detach()
+
+    def moments(self, parameter: int) -> tuple[Tensor, Tensor]:
+        """``exp_avg`` and ``exp_avg_sq`` of one parameter, fp32, in its shape; not copies.
+
+        Raises:
+            RuntimeError: there are none before the first step.
+        """
+        state = self._optimizer.state.get(self._masters[parameter])
+        if not state:
+            raise RuntimeError("the reference has no moments before its first step")
+        return state["exp_avg"], state["exp_avg_sq"]

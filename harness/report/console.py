@@ -1,0 +1,302 @@
+"""What a person reads: progress while a campaign runs, and its result. No torch.
+
+Progress goes to stderr: a live bar on a terminal, else a plain line every few seconds. Results are lines of plain text
+that are never hard-wrapped, so that a path or a command can be copied whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from harness.report.result import Failure, Result
+from harness.scenario.model import Clip, Discard, Scenario, steps
+from harness.verdict import Oracle, Property
+
+LINE_INTERVAL_S = 5.0
+OUTPUT_LINES = 20
+
+_STYLES = {"holds": "bold green", "violated": "bold red", "unknown": "bold yellow"}
+
+
+class Bounds(Protocol):
+    """What progress needs to know of a campaign's options."""
+
+    @property
+    def seconds(self) -> float | None: ...  # noqa: D102
+
+
+class TextConsole(Console):
+    """A rich console that writes text as it is: no markup, no highlighting, no wrapping, control characters escaped."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """Print one line, or several where ``text`` holds line breaks."""
+        self.print(Text(visible(text), style=style))
+
+
+def visible(text: str) -> str:
+    """``text`` with everything that does not print (escapes, control characters) shown as an escape sequence."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode()
+        for char in text.expandtabs(4)
+    )
+
+
+def describe(scenario: Scenario) -> str:
+    """A scenario in a few words: world, sizes, bucket, parts of each step, domain."""
+    plans = list(steps(scenario))
+    parts = ",".join(str(len(plan.parts)) for plan in plans[:6]) + (",..." if len(plans) > 6 else "")
+    extras = [name for kind, name in ((Clip, "clip"), (Discard, "discard")) if _has(scenario, kind)]
+    words = [
+        f"world {scenario.world}",
+        f"{_count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
+        f"bucket {scenario.bucket:,}",
+        f"{_count(len(plans), 'step')} ({parts} parts)",
+        scenario.values.domain.value,
+        *extras,
+    ]
+    return ", ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3:05``, ``1:02:03``."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class ProgressReport:
+    """Shows a campaign while it runs; an ``Observer`` of the runner and a context manager.
+
+    On a terminal it keeps one bar that redraws itself, also while one example hangs. Elsewhere it prints the first
+    example, then a line whenever ``LINE_INTERVAL_S`` have passed.
+    """
+
+    def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = TextConsole(stream)
+        self._clock = clock
+        self._began = clock()
+        self._last_line: float | None = None
+        self._seconds: float | None = None
+        self._live: Live | None = None
+        self._now = Text(no_wrap=True, overflow="ellipsis", style="dim")
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("verify", total=None, rate="starting ranks", left="")
+        if _is_terminal(stream):
+            self._live = Live(
+                Group(self._bar, self._now),
+                console=self._console,
+                refresh_per_second=5,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+
+    def __enter__(self) -> Self:
+        """Start the live bar, if there is one."""
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the live bar and give the terminal back as it was."""
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, options: Bounds) -> None:
+        """The campaign begins: time counts from here."""
+        self._began = self._clock()
+        self._seconds = options.seconds
+
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None:
+        """``done`` of ``total`` examples are judged, ``rate`` a second; ``scenario`` is tried now."""
+        speed = f"{rate:.1f} examples/s" if rate > 0 else "starting"
+        left = self._left(done, total, rate)
+        if self._live is not None:
+            self._bar.update(self._task, completed=done, total=total, rate=speed, left=left)
+            self._now.plain = visible(describe(scenario))
+        elif self._line_is_due():
+            self._console.say(", ".join(filter(None, (f"{done}/{total} examples", speed, left, describe(scenario)))))
+
+    def shrinking(self, tried: int, best: Scenario) -> None:
+        """A failure was found; ``tried`` smaller candidates were run, ``best`` is the smallest that fails."""
+        if self._live is not None:
+            self._bar.update(self._task, description="shrink", rate=f"{tried} tried", left="")
+            self._now.plain = visible(f"smallest so far: {describe(best)}")
+        elif self._line_is_due():
+            self._console.say(f"shrinking: {tried} tried, smallest so far: {describe(best)}")
+
+    def note(self, text: str) -> None:
+        """A line worth reading now, above the bar."""
+        self._console.say(text)
+
+    def _line_is_due(self) -> bool:
+        now = self._clock()
+        if self._last_line is not None and now - self._last_line < LINE_INTERVAL_S:
+            return False
+        self._last_line = now
+        return True
+
+    def _left(self, done: int, total: int, rate: float) -> str:
+        """Time left, by whichever ends the campaign first: its examples or its seconds."""
+        bounds = []
+        if rate > 0:
+            bounds.append((total - done) / rate)
+        if self._seconds is not None:
+            bounds.append(self._seconds - (self._clock() - self._began))
+        return f"{duration(min(bounds))} left" if bounds else ""
+
+
+def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool = True) -> list[tuple[str, str]]:
+    """A result as ``(line, style)`` pairs: the failure last, and its replay command as the very last line.
+
+    ``missing`` are situations that the campaign should have reached and did not; ``campaign`` is False for a replay,
+    of which only the verdict and what was checked are shown.
+    """
+    missing = tuple(missing)
+    lines = [(_headline(result), _STYLES[result.verdict])]
+    if result.reason is not None:
+        lines.append((f"  reason       {result.reason}", ""))
+    if campaign:
+        for world, examples in sorted(result.examples.per_world.items()):
+            lines.append((f"  world {world:<6} {_count(examples.count, 'example')}, {examples.rate:.1f}/s", ""))
+    lines.append((f"  checked      {_counts(result.properties)}", ""))
+    unchecked = [item.value for item in Property if not result.properties.get(item.value)]
+    complete = result.failure is None  # after a failure the campaign stopped: what it left out says nothing
+    if unchecked and complete:
+        lines.append((f"  not checked  {', '.join(unchecked)}", ""))
+    oracles = {item.value: result.oracle.get(item.value, 0) for item in Oracle}
+    lines.append((f"  oracles      {', '.join(f'{name} {count:,}' for name, count in oracles.items())}", ""))
+    if campaign:
+        lines.append(
+            (f"  reached      {_count(sum(1 for count in result.reached.values() if count), 'situation')}", "")
+        )
+        if missing and complete:
+            lines.append((f"  not reached  {', '.join(missing)}", ""))
+    if result.failure is not None:
+        lines.append(("", ""))
+        lines.extend((line, "") for line in failure_lines(result.failure))
+    return lines
+
+
+def failure_lines(failure: Failure) -> list[str]:
+    """The failure as labelled lines; what does not apply is left out."""
+    rows: list[tuple[str, object]] = [
+        ("property", failure.property),
+        ("step", failure.step),
+        ("stage", failure.stage),
+        ("rank", failure.rank),
+        ("parameter", failure.parameter),
+        ("element", failure.element),
+        ("bucket", failure.bucket),
+        ("owner", None if failure.owner is None else f"rank {failure.owner}"),
+        ("expected", _value(failure.expected, failure.expected_bits)),
+        ("actual", _value(failure.actual, failure.actual_bits, failure.ulps)),
+        ("mismatches", None if failure.mismatches is None else _count(failure.mismatches, "element")),
+        ("symptom", failure.symptom),
+        ("message", failure.message),
+    ]
+    lines = ["failure"]
+    for label, value in rows:
+        if value is not None:
+            lines.append(_labelled(label, str(value)))
+    if failure.output and failure.output.strip():
+        lines.extend(_output(failure.output))
+    for label, value in (("case", failure.case), ("replay", failure.replay)):
+        if value is not None:
+            lines.append(_labelled(label, value))
+    return lines
+
+
+def listing_lines(listing: Mapping[str, Mapping[str, str] | Sequence[str]]) -> list[str]:
+    """Titled lists; a mapping's values are shown beside its names."""
+    lines: list[str] = []
+    for title, entries in listing.items():
+        lines.append(f"{title}:")
+        if isinstance(entries, Mapping):
+            width = max(map(len, entries), default=0)
+            lines.extend(f"  {name:<{width}}  {summary}" for name, summary in entries.items())
+        else:
+            lines.extend(f"  {name}" for name in entries)
+    return lines
+
+
+def print_result(stream: IO[str], result: Result, *, missing: Iterable[str] = (), campaign: bool = True) -> None:
+    """Print :func:`result_lines` to ``stream``, coloured where it is a terminal."""
+    console = TextConsole(stream)
+    for line, style in result_lines(result, missing=missing, campaign=campaign):
+        console.say(line, style)
+
+
+def _headline(result: Result) -> str:
+    examples = result.examples
+    worlds = ",".join(map(str, result.worlds))
+    discarded = f", {examples.discarded:,} discarded" if examples.discarded else ""
+    rate = f" ({result.examples_per_second:.1f}/s)" if examples.run > 1 else ""
+    ran = f"{_count(examples.run, 'example')} in {duration(result.seconds)}{rate}{discarded}"
+    verdict = f"{result.verdict}, interrupted" if result.interrupted else result.verdict
+    return f"{verdict}: {result.subject} on {result.backend}, world {worlds}, {ran}, seed {result.seed}"
+
+
+def _value(value: float | str | None, bits: str | None, ulps: int | None = None) -> str | None:
+    if value is None:
+        return None
+    shown = repr(value) if isinstance(value, float) else str(value)
+    details = [] if bits is None else [f"bits {bits}"]
+    if ulps is not None:
+        details.append(f"{_count(ulps, 'ulp')} off")
+    return f"{shown} ({', '.join(details)})" if details else shown
+
+
+def _labelled(label: str, value: str) -> str:
+    return f"  {label:<12} " + value.rstrip("\n").replace("\n", "\n" + " " * 15)
+
+
+def _output(output: str) -> list[str]:
+    printed = output.rstrip().splitlines()
+    left_out = len(printed) - OUTPUT_LINES
+    head = f"the last {OUTPUT_LINES} of {len(printed)} lines that ranks printed" if left_out > 0 else "ranks printed"
+    return [_labelled("output", f"{head}:")] + [f"    | {line}" for line in printed[-OUTPUT_LINES:]]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    order = Counter({name: count for name, count in counts.items() if count})
+    return ", ".join(f"{name} {count:,}" for name, count in order.items()) or "nothing"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _has(scenario: Scenario, kind: type) -> bool:
+    return any(isinstance(operation, kind) for operation in scenario.operations)
+
+
+def _is_terminal(stream: IO[str]) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

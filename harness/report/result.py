@@ -1,0 +1,140 @@
+"""The outcome of a campaign or a replay: what ``--json`` writes and every rendering starts from. No torch.
+
+The fields are those of DESIGN.md, section 7, "Result". JSON has no nan and no infinity: they are written as the strings
+``"nan"``, ``"inf"`` and ``"-inf"``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+import harness
+
+SCHEMA = 1
+
+EXIT_HOLDS = 0
+EXIT_VIOLATED = 1
+EXIT_USAGE = 2
+EXIT_UNKNOWN = 3
+EXIT_INTERRUPTED = 130
+
+Verdict = Literal["holds", "violated", "unknown"]
+
+_PACKAGES = ("torch", "numpy", "hypothesis", "msgspec")
+
+
+class WorldExamples(Struct, frozen=True):
+    """Examples run at one world size, and how many of them per second of their own time."""
+
+    count: int
+    rate: float
+
+
+class Examples(Struct, frozen=True, kw_only=True):
+    """``run`` were judged; ``discarded`` were drawn but lie outside the subject's declared space."""
+
+    run: int
+    discarded: int = 0
+    per_world: dict[int, WorldExamples] = {}
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """The first divergence of the smallest failing case. What does not apply is None.
+
+    Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``*_bits`` are hex
+    strings. ``message`` is one sentence, ``output`` the end of what the ranks printed, ``case`` the saved case's path,
+    ``replay`` the command that runs it again.
+    """
+
+    property: str
+    stage: str | None = None
+    step: int | None = None
+    rank: int | None = None
+    parameter: str | None = None
+    element: int | None = None
+    bucket: int | None = None
+    owner: int | None = None
+    expected: float | str | None = None
+    actual: float | str | None = None
+    expected_bits: str | None = None
+    actual_bits: str | None = None
+    ulps: int | None = None
+    mismatches: int | None = None
+    symptom: str | None = None
+    message: str | None = None
+    output: str | None = None
+    case: str | None = None
+    replay: str | None = None
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """One campaign's or replay's result; ``seconds`` is wall time, rates are examples per second.
+
+    ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
+    ``reached``: situation -> scenarios that had it. ``reason`` says why the verdict is unknown, else None.
+    """
+
+    verdict: Verdict
+    subject: str
+    backend: str
+    worlds: tuple[int, ...]
+    seed: int
+    examples: Examples
+    seconds: float
+    examples_per_second: float
+    oracle: dict[str, int] = {}
+    properties: dict[str, int] = {}
+    reached: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    failure: Failure | None = None
+    reason: str | None = None
+    interrupted: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def exit_code(self) -> int:
+        """What the process exits with."""
+        return exit_code(self.verdict, interrupted=self.interrupted)
+
+
+def exit_code(verdict: Verdict, *, interrupted: bool) -> int:
+    """0, 1 or 3 by the verdict; an interrupted run is 130 whatever it had found (the verdict tells)."""
+    if interrupted:
+        return EXIT_INTERRUPTED
+    return {"holds": EXIT_HOLDS, "violated": EXIT_VIOLATED, "unknown": EXIT_UNKNOWN}[verdict]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on, read from package metadata; nothing is imported for it."""
+    found = {"zero2-harness": harness.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def to_json(value: Any) -> bytes:  # noqa: ANN401  (any tree of structs, dicts, lists and scalars)
+    """Indented JSON, ending in a newline, of a :class:`Result` or any other tree of structs and plain data."""
+    plain = _jsonable(msgspec.to_builtins(value, str_keys=True))
+    return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
+
+
+def _jsonable(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, str):
+        # Paths and captured output may hold bytes that are no text (lone surrogates): JSON cannot carry them.
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_jsonable(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

@@ -1,0 +1,455 @@
+"""Campaigns: draw scenarios, run them on warm ranks, conclude, and on a violation shrink, save and explain.
+
+The composition root of the parent process, which imports no torch, joins no group and never imports a subject.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from harness.errors import UsageError
+from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
+from harness.launch.pool import RankPool
+from harness.report import result as results
+from harness.report.result import Examples, Failure, Result, WorldExamples
+from harness.scenario import codec, generate, presets
+from harness.scenario.model import Parameter, Scenario
+from harness.scenario.situations import Situation, reached, required
+from harness.subjects.source import SubjectSource
+from harness.verdict import Divergence, Property, Stage
+
+FULL_CAMPAIGN = 300
+"""From this many scenarios on (and worlds 3 and 4) a campaign must have reached every required situation."""
+
+DEFAULT_BUCKET = 2**25
+"""Requested bucket of a given parameter list (elements): the default of ZeroMaster, what people train with."""
+
+REPEAT_EVERY = 20
+"""Every so many scenarios one is run twice and must give the same bits."""
+
+REPLAYS = 4
+"""How often a failing scenario is run again before it counts as failing every time."""
+
+SHRINK_S = 60.0
+"""Upper limit of the time spent on making a failing scenario smaller."""
+
+
+@dataclass(frozen=True)
+class CampaignOptions:
+    """What to verify and how far.
+
+    Attributes:
+        examples: scenarios in all; with ``parameters``, scenarios for each world.
+        seconds: upper bound of the whole campaign.
+        bucket: requested bucket size in elements; None: drawn, or with ``parameters`` 2**25.
+        parameters: the user's own list instead of drawn ones.
+        report: where failing cases are saved.
+        timeout_s: limit of one scenario; None: by its size.
+    """
+
+    subject: SubjectSource
+    worlds: tuple[int, ...]
+    backend: str
+    seed: int
+    examples: int
+    seconds: float | None
+    bucket: int | None
+    parameters: tuple[Parameter, ...] | None
+    report: Path
+    timeout_s: float | None
+
+
+class Observer(Protocol):
+    """Told what a campaign does, for progress display."""
+
+    def started(self, options: CampaignOptions) -> None:
+        """The campaign begins."""
+
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None:
+        """A scenario is about to run; ``rate`` in examples per second so far."""
+
+    def shrinking(self, tried: int, best: Scenario) -> None:
+        """A failing scenario is being made smaller."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass
+class _Tally:
+    """What a campaign has seen so far."""
+
+    began: float = field(default_factory=time.monotonic)
+    run: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[int] = field(default_factory=Counter)
+    discarded: int = 0
+    checks: Counter[str] = field(default_factory=Counter)
+    oracle: Counter[str] = field(default_factory=Counter)
+    reached: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_run(self) -> int:
+        return sum(self.run.values())
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def add(self, scenario: Scenario, evaluation: Evaluation) -> None:
+        if evaluation.conclusion is Conclusion.UNSUPPORTED:
+            self.discarded += 1
+            return
+        self.run[scenario.world] += 1
+        self.seconds[scenario.world] += evaluation.seconds  # type: ignore[assignment]  # a Counter adds floats too
+        self.checks.update(evaluation.checks)
+        self.oracle.update(evaluation.oracle)
+        self.reached.update(situation.value for situation in reached(scenario))
+        self.reached.update(evaluation.situations)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A violation: the smallest scenario that showed it, and how it showed there."""
+
+    scenario: Scenario
+    evaluation: Evaluation
+
+
+def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | None = None) -> Result:
+    """Run scenarios until the first violation, the number of examples, or the time is up.
+
+    Ranks are started for the campaign and ended with it, unless a ``pool`` (:func:`harness.evaluate.start_pool`) is
+    given, which stays the caller's.
+
+    Raises:
+        UsageError: the subject does not import or lacks the interface; or the parameters do not fit this machine.
+    """
+    tally = _Tally()
+    observer.started(options)
+    source: _Source = _Listed(options) if options.parameters is not None else _Drawn(options)
+    found: _Found | None = None
+    reason: str | None = None
+    interrupted = False
+    try:
+        with _ranks(options, pool) as ranks:
+            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
+            search = _Search(options, observer, evaluator, tally, source)
+            try:
+                found = search.run()
+            except KeyboardInterrupt:
+                interrupted, found = True, search.best
+    except UndecidedError as error:
+        reason = str(error)
+    except KeyboardInterrupt:
+        interrupted = True
+    if found is None and reason is None and not interrupted:
+        reason = _undecided_reason(options, tally)
+    return _result(options, tally, found, reason, interrupted)
+
+
+def replay_case(
+    case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: RankPool | None = None
+) -> Result:
+    """Run one saved case, several times: a violation that comes and goes is still one (``determinism``)."""
+    tally = _Tally()
+    observer.started(options)
+    found: _Found | None = None
+    reason: str | None = None
+    scenario = case.scenario
+    _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case")
+    try:
+        with _ranks(options, pool) as ranks:
+            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            observer.example(0, 1, scenario.world, scenario, 0.0)
+            first = evaluator.evaluate(scenario)
+            tally.add(scenario, first)
+            evaluation = _repeated(evaluator, scenario, first, tally)
+            if evaluation.conclusion is Conclusion.VIOLATED:
+                found = _Found(scenario, evaluation)
+            elif evaluation.conclusion is Conclusion.UNSUPPORTED:
+                reason = "the subject says that this case is outside its space (NotImplementedError)"
+            elif not evaluation.checks:
+                reason = "nothing was compared"
+    except UndecidedError as error:
+        reason = str(error)
+    return _result(options, tally, found, reason, interrupted=False, saved=path)
+
+
+def _ranks(options: CampaignOptions, pool: RankPool | None) -> AbstractContextManager[RankPool]:
+    return start_pool(options.backend) if pool is None else nullcontext(pool)
+
+
+# --- where scenarios come from ----------------------------------------------------------------------------------------
+
+
+class _Source(Protocol):
+    total: int
+
+    def scenario(self, index: int) -> Scenario:
+        """The scenario of this number; the same every time."""
+
+    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
+        """Offer ``fails`` smaller scenarios than number ``index``; it keeps the best itself."""
+
+
+class _Drawn:
+    """Scenarios drawn by Hypothesis from the seed."""
+
+    def __init__(self, options: CampaignOptions) -> None:
+        self.options = options
+        self.total = options.examples
+
+    def scenario(self, index: int) -> Scenario:
+        return generate.draw(self.options.seed, index, self.options.worlds, bucket=self.options.bucket)
+
+    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
+        generate.shrink(self.options.seed, index, self.options.worlds, fails, bucket=self.options.bucket)
+
+
+class _Listed:
+    """A few scenarios over a given parameter list, the same ones for each world: held, spilled, clipped, …"""
+
+    def __init__(self, options: CampaignOptions) -> None:
+        parameters = options.parameters or ()
+        self.cases: list[Scenario] = []
+        for world in options.worlds:
+            bucket = options.bucket or DEFAULT_BUCKET
+            _check_memory(parameters, world, bucket, "the parameter list")
+            self.cases += presets.campaign(parameters, world, bucket, options.seed, options.examples)
+        self.total = len(self.cases)
+
+    def scenario(self, index: int) -> Scenario:
+        return self.cases[index]
+
+    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
+        """A given list is not made smaller."""
+
+
+def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
+    """Refuse what cannot fit before any rank starts."""
+    needed = presets.memory_estimate(parameters, world, bucket)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        numel = sum(parameter.numel for parameter in parameters)
+        raise UsageError(
+            f"{what} ({numel:,} elements) at world {world} needs about {needed / 2**30:.1f} GiB of memory, "
+            f"{available / 2**30:.1f} GiB are available: use a smaller --world or a smaller model"
+        )
+
+
+# --- the search for a violation ---------------------------------------------------------------------------------------
+
+
+class _TimeUp(BaseException):
+    """Raised inside Hypothesis to end shrinking; no Exception, so that it is not taken for a failing example."""
+
+
+class _Search:
+    def __init__(
+        self,
+        options: CampaignOptions,
+        observer: Observer,
+        evaluator: Evaluator,
+        tally: _Tally,
+        source: _Source,
+    ) -> None:
+        self.options = options
+        self.observer = observer
+        self.evaluator = evaluator
+        self.tally = tally
+        self.source = source
+        self.best: _Found | None = None
+
+    def run(self) -> _Found | None:
+        """The first violation, made small; None when all scenarios hold."""
+        for index in self._indices():
+            scenario = self.source.scenario(index)
+            rate = self.tally.num_run / max(self.tally.elapsed, 1e-9)
+            self.observer.example(index, self.source.total, scenario.world, scenario, rate)
+            evaluation = self.evaluator.evaluate(scenario)
+            self.tally.add(scenario, evaluation)
+            if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
+                evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
+            if evaluation.conclusion is Conclusion.VIOLATED:
+                return self._explain(index, scenario, evaluation)
+        return None
+
+    def _indices(self) -> Iterator[int]:
+        for index in range(self.source.total):
+            if self.options.seconds is not None and self.tally.elapsed >= self.options.seconds:
+                self.observer.note(f"time is up after {index} of {self.source.total} examples")
+                return
+            yield index
+
+    def _explain(self, index: int, scenario: Scenario, evaluation: Evaluation) -> _Found:
+        self.best = _Found(scenario, evaluation)
+        if evaluation.hung:  # each further try would cost a whole time-out
+            return self.best
+        confirmed = _repeated(self.evaluator, scenario, evaluation, self.tally)
+        self.best = _Found(scenario, confirmed)
+        if _property(confirmed) is not Property.DETERMINISM:
+            self._shrink(index, _property(confirmed))
+        return self.best
+
+    def _shrink(self, index: int, prop: Property | None) -> None:
+        deadline = time.monotonic() + min(SHRINK_S, self._seconds_left())
+        tried = 0
+        first = True
+
+        def fails(scenario: Scenario) -> bool:
+            nonlocal tried, first
+            if first:  # the generator starts from the scenario that is known to fail
+                first = False
+                return True
+            if time.monotonic() > deadline:
+                raise _TimeUp
+            tried += 1
+            evaluation = self.evaluator.evaluate(scenario)
+            if evaluation.conclusion is not Conclusion.VIOLATED or _property(evaluation) is not prop:
+                return False
+            self.best = _Found(scenario, evaluation)
+            self.observer.shrinking(tried, scenario)
+            if evaluation.hung:
+                raise _TimeUp
+            return True
+
+        try:
+            self.source.smaller(index, fails)
+        except _TimeUp:
+            self.observer.note(f"shrinking stopped after {tried} tries: the case may not be the smallest")
+
+    def _seconds_left(self) -> float:
+        return math.inf if self.options.seconds is None else max(self.options.seconds - self.tally.elapsed, 0.0)
+
+
+def _repeated(
+    evaluator: Evaluator, scenario: Scenario, first: Evaluation, tally: _Tally, times: int = REPLAYS
+) -> Evaluation:
+    """Run a scenario again: ``first`` when every run gives the same, else a violation of ``determinism``."""
+    if first.conclusion is Conclusion.UNSUPPORTED:
+        return first
+    runs = [first]
+    for _ in range(times):
+        again = evaluator.evaluate(scenario)
+        runs.append(again)
+        tally.checks[Property.DETERMINISM.value] += 1
+        if again.fingerprint != first.fingerprint:
+            return _unsteady(runs)
+    return first
+
+
+def _unsteady(runs: list[Evaluation]) -> Evaluation:
+    failed = [run for run in runs if run.conclusion is Conclusion.VIOLATED]
+    if failed and failed[0].divergence is not None:
+        found = failed[0].divergence
+        if len(failed) < len(runs):
+            text = f"failed {len(failed)} of {len(runs)} runs of one case"
+        else:
+            text = f"{len(runs)} runs of one case failed in different ways"
+        message = f"{text}; one of them: {found.property.value} at stage {found.stage.value}: {found.message}"
+        found = msgspec.structs.replace(found, property=Property.DETERMINISM, message=message)
+        return Evaluation(Conclusion.VIOLATED, found, output=failed[0].output)
+    found = Divergence(
+        property=Property.DETERMINISM,
+        stage=Stage.NORM,
+        message=f"{len(runs)} runs of one case gave different bits, each within what rounding allows",
+    )
+    return Evaluation(Conclusion.VIOLATED, found)
+
+
+def _property(evaluation: Evaluation) -> Property | None:
+    return None if evaluation.divergence is None else evaluation.divergence.property
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+# What every subject is asked for, so what a full campaign must have checked at least once.
+APPLICABLE = tuple(Property)
+
+
+def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
+    """Why a campaign without a violation is no pass: it compared nothing, or a full one left something out."""
+    if tally.num_run == 0:
+        outside = f" (all {tally.discarded} drawn lie outside the subject's space)" if tally.discarded else ""
+        return f"no example was run{outside}: nothing was compared"
+    if not tally.checks[Property.WEIGHTS.value] and not tally.checks[Property.INTAKE.value]:
+        return "nothing was compared"
+    full = tally.num_run + tally.discarded >= FULL_CAMPAIGN and {3, 4} <= set(options.worlds)
+    if not full or options.parameters is not None or options.bucket is not None:
+        return None
+    missing = [situation.value for situation in required(options.worlds) if not tally.reached[situation.value]]
+    if missing and not tally.discarded:
+        return f"a full campaign never reached: {', '.join(missing)}"
+    unchecked = [prop.value for prop in APPLICABLE if not tally.checks[prop.value]]
+    if unchecked:
+        return f"a full campaign never checked: {', '.join(unchecked)}"
+    return None
+
+
+def _result(
+    options: CampaignOptions,
+    tally: _Tally,
+    found: _Found | None,
+    reason: str | None,
+    interrupted: bool,
+    saved: Path | None = None,
+) -> Result:
+    elapsed = tally.elapsed
+    per_world = {
+        world: WorldExamples(count, count / max(tally.seconds[world], 1e-9))
+        for world, count in sorted(tally.run.items())
+    }
+    verdict: results.Verdict = "violated" if found is not None else "unknown" if reason or interrupted else "holds"
+    return Result(
+        verdict=verdict,
+        subject=options.subject.given,
+        backend=options.backend,
+        worlds=options.worlds,
+        seed=options.seed,
+        examples=Examples(run=tally.num_run, discarded=tally.discarded, per_world=per_world),
+        seconds=elapsed,
+        examples_per_second=tally.num_run / max(elapsed, 1e-9),
+        oracle=dict(tally.oracle),
+        properties={prop.value: tally.checks[prop.value] for prop in Property},
+        reached={situation.value: tally.reached[situation.value] for situation in Situation},
+        versions=results.versions(),
+        failure=None if found is None else _failure(options, found, saved),
+        reason=reason,
+        interrupted=interrupted,
+    )
+
+
+def _failure(options: CampaignOptions, found: _Found, saved: Path | None) -> Failure:
+    divergence = found.evaluation.divergence
+    if divergence is None:
+        raise ValueError("a violation without a divergence")
+    summary = {key: value for key, value in msgspec.to_builtins(divergence).items() if value is not None}
+    subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
+    path: Path | None = saved
+    note = ""
+    if path is None:
+        try:
+            path = codec.save(codec.Case(found.scenario, subject, summary), options.report)
+        except (OSError, UsageError) as error:
+            note = f" (the case could not be saved: {error})"
+    replay = None if path is None else f"python -m harness replay {shlex.quote(os.fspath(path))}"
+    fields = {**summary, "message": divergence.message + note}
+    return Failure(
+        **fields,
+        output=found.evaluation.output or None,
+        case=None if path is None else os.fspath(path),
+        replay=replay,
+    )

@@ -1,0 +1,1 @@
+"""What is run: the scenario, its values, its layout arithmetic, and where scenarios come from."""

@@ -1,0 +1,214 @@
+"""What a generated scenario is chosen from, and what each goal asks of these choices.
+
+A goal *narrows* a choice to some of its values; it never adds or removes a choice. So a drawn scenario stays the same
+when shrinking drops its goal, and every choice can then be lowered by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from harness.scenario.model import Domain
+from harness.scenario.situations import MAX_AIMED_BUCKET, Situation
+
+Range = tuple[int, int]  # both ends included
+
+# Elements of all parameters that the generator rarely exceeds, and where the bucket size is fixed and large.
+MAX_BUDGET = 5000
+LARGE_BUCKET_BUDGET = 600
+# Elements at which a sum needs more than 8 bits somewhere, and a norm is near its mean, for all practical purposes.
+ENOUGH = 48
+
+
+class Kind(enum.IntEnum):
+    """How the size of a parameter that is not empty is chosen. "Edge" is the next edge between two buckets."""
+
+    PLAIN = 0  # any size within the budget
+    ONE = 1
+    SCALAR = 2
+    FILL = 3  # up to the edge; a whole bucket where one starts
+    BUCKET = 4  # as many elements as a bucket
+    ACROSS = 5  # over the edge
+    LARGER = 6  # more elements than a bucket
+
+
+class Nones(enum.IntEnum):
+    """Which gradients are None in a step or a part."""
+
+    NOTHING = 0
+    SOME = 1  # some parameters on some ranks
+    FIRST = 2  # the same in the first part alone
+    LAST = 3  # the same in the last part alone
+    RANKS = 4  # all parameters on some ranks
+    ALL_RANKS = 5  # some parameters on all ranks
+    ALL = 6  # all parameters on all ranks
+
+
+class Clipping(enum.IntEnum):
+    """What a clip is meant to do."""
+
+    NONE = 0
+    ACTIVE = 1
+    INACTIVE = 2
+
+
+# Tables: the first entry is the simplest, repeats are weights, entries that a goal asks for together stand together.
+REQUESTS = (8, 24, 80, 250, 900)  # the requested bucket size is at most this
+NUM_PARAMETERS = (1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 10, 12)
+NUM_STEPS = (1, 1, 2, 2, 3, 3, 4, 5, 6)
+NUM_PARTS = (1, 1, 1, 2, 2, 3, 4)
+BUDGETS = (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 10, 20)  # buckets
+KINDS = tuple(Kind)
+EMPTIES = (False,) * 4 + (True,)
+DISCARDS = (False,) * 5 + (True,)
+LIES = (False,) * 3 + (True,)
+STEP_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.FIRST, Nones.LAST, Nones.RANKS, Nones.ALL_RANKS)
+PART_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.RANKS, Nones.ALL)
+CLIPS = (Clipping.NONE,) * 3 + (Clipping.ACTIVE,) * 2 + (Clipping.INACTIVE,)
+FACTORS = {Clipping.ACTIVE: (0.5, 0.3, 0.1, 0.05), Clipping.INACTIVE: (50.0, 100.0, 1e4, 1e6)}  # of the expected norm
+DOMAINS = (Domain.EXACT,) * 6 + (Domain.NORM_EXACT,) * 2 + (Domain.GENERAL,) * 2
+EXACT_DOMAINS = tuple(domain for domain in DOMAINS if domain is not Domain.GENERAL)
+MAX_KS = (255, 255, 254, 240, 201, 181, 150, 128, 127, 113, 100, 31, 3, 1)
+SPREADS = (8, 20, 60, 40, 3)
+# Never lr * weight_decay = 1: it would make weights of -0.0, and the sign of a zero is not promised everywhere.
+LRS = (1e-3, 0.1, 1e-2, 3e-4, 0.5, 1.0, 1e-5, 0.0)
+DECAYS = (0.1, 0.01, 0.5, 0.0, 0.0)
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.5, 0.95), (0.8, 0.5), (0.95, 0.98), (0.0, 0.95), (0.9, 0.0), (0.0, 0.0))
+EPS = (1e-8, 1e-6, 1e-3, 1e-12, 1.0)  # never 0: an element without gradient would become nan
+
+
+@dataclass(frozen=True)
+class StepAim:
+    """What a goal asks of one step."""
+
+    discard: Collection[bool] = (False,)
+    parts: Range = (1, NUM_PARTS[-1])
+    first_is_lie: Collection[bool] | None = None
+    nones: Nones = Nones.NOTHING  # this pattern and no other
+    clip: Collection[Clipping] | None = None
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a goal asks of a scenario. The *bearer* is the parameter, or the step, that shows the situation.
+
+    Attributes:
+        request: requested bucket size, from (world).
+        kind: of the bearer.
+        fill_before: the parameter before the bearer ends at an edge between buckets.
+        empty_bearer: the bearer is empty; needs ``solid_ends``.
+        solid_ends: two parameters or more, the first and the last not empty.
+        last: size of the last parameter, from (elements before it, bucket size, world).
+        room: most elements of all parameters, from (bucket size, world).
+        step: the bearer, of index ``step_index``.
+        last_step: the last step, which then comes after the bearer.
+        num_steps: at least.
+        discard: whether any step may be discarded.
+        unlimited: the budget of elements is no limit.
+    """
+
+    request: Callable[[int], Range] | None = None
+    kind: Collection[Kind] | None = None
+    fill_before: bool = False
+    empty_bearer: bool = False
+    solid_ends: bool = False
+    last: Callable[[int, int, int], Range] | None = None
+    room: Callable[[int, int], int | None] | None = None
+    step: StepAim | None = None
+    step_index: Range = (0, 2)
+    last_step: StepAim | None = None
+    num_steps: int = 1
+    discard: Collection[bool] | None = None
+    domain: Collection[Domain] | None = None
+    max_k: Collection[int] | None = None
+    lr: Collection[float] | None = None
+    decay: Collection[float] | None = None
+    unlimited: bool = False
+
+
+def _not_divisible(before: int, size: int, world: int) -> Range:
+    low = -before % world + 1
+    return low, low + world - 2
+
+
+def _last_bucket_below_world(before: int, size: int, world: int) -> Range:
+    if size > MAX_AIMED_BUCKET:  # too large to fill: all elements have to do, and ``room`` sees to it
+        return 1, world - 1 - before
+    low = -before % size + 1
+    return low, low + world - 2
+
+
+def _over_half_of_last_bucket(before: int, size: int, world: int) -> Range:
+    """More than half of the elements in the last bucket, so more than a piece of it: it lies in two."""
+    inside = before % size
+    low, high = inside + 2, size - inside
+    if low > high:
+        low, high = size - inside + 2, 2 * size - inside
+    return low, min(high, low + LARGE_BUCKET_BUDGET)
+
+
+def _third_bucket(before: int, size: int, world: int) -> Range:
+    low = max(1, 2 * size + 1 - before)
+    return low, low + size - 1
+
+
+def _enough(before: int, size: int, world: int) -> Range:
+    low = max(1, ENOUGH - before)
+    return low, low + ENOUGH
+
+
+_SEVERAL = (2, NUM_PARTS[-1])
+_PLENTY = Aim(request=lambda world: (ENOUGH // 2, REQUESTS[-1]), last=_enough)
+_WIDE = replace(
+    _PLENTY, domain=(Domain.EXACT,), max_k=tuple(k for k in MAX_KS if k > 200), step=StepAim(parts=_SEVERAL)
+)
+_CLIPPED = replace(_PLENTY, domain=(Domain.EXACT, Domain.NORM_EXACT))
+
+FREE = Aim()
+# For shrinking alone: allows whatever any aim allows, so that a goal can be dropped and the scenario stays.
+ANYTHING = Aim(unlimited=True)
+AIMS: dict[Situation, Aim] = {
+    Situation.PARAMETER_CROSSES_BUCKET_EDGE: Aim(kind=(Kind.ACROSS, Kind.LARGER)),
+    Situation.PARAMETER_CROSSES_PIECE_EDGE: Aim(last=_over_half_of_last_bucket),
+    Situation.PARAMETER_LARGER_THAN_BUCKET: Aim(kind=(Kind.LARGER,)),
+    Situation.PARAMETER_FILLS_BUCKET: Aim(kind=(Kind.FILL,), fill_before=True),
+    Situation.ONE_ELEMENT_PARAMETER: Aim(kind=(Kind.ONE,)),
+    Situation.SCALAR_PARAMETER: Aim(kind=(Kind.SCALAR,)),
+    Situation.EMPTY_PARAMETER_BETWEEN: Aim(empty_bearer=True, solid_ends=True),
+    Situation.FEWER_ELEMENTS_THAN_RANKS: Aim(room=lambda size, world: world - 1),
+    Situation.AS_MANY_ELEMENTS_AS_RANKS: Aim(
+        room=lambda size, world: world, last=lambda before, size, world: (world - before, world - before)
+    ),
+    Situation.ELEMENTS_NOT_DIVISIBLE_BY_WORLD: Aim(last=_not_divisible),
+    Situation.LAST_PIECE_ALL_PADDING: Aim(
+        room=lambda size, world: world - 1 if size > MAX_AIMED_BUCKET else None, last=_last_bucket_below_world
+    ),
+    Situation.MORE_THAN_TWO_BUCKETS: Aim(last=_third_bucket),
+    Situation.BUCKET_BELOW_WORLD: Aim(request=lambda world: (1, world - 1)),
+    Situation.ONE_BUCKET: Aim(room=lambda size, world: min(size, LARGE_BUCKET_BUDGET)),
+    Situation.ONE_PART: Aim(step=StepAim(parts=(1, 1))),
+    Situation.TWO_PARTS: Aim(step=StepAim(parts=(2, 2))),
+    Situation.THREE_PARTS: Aim(step=StepAim(parts=(3, NUM_PARTS[-1]))),
+    Situation.PARTS_CHANGE: Aim(step=StepAim(parts=(1, 1)), last_step=StepAim(parts=_SEVERAL)),
+    Situation.PART_AFTER_LAST: Aim(step=StepAim(parts=_SEVERAL, first_is_lie=(True,))),
+    Situation.NONE_ON_SOME_RANKS: Aim(step=StepAim(nones=Nones.SOME)),
+    Situation.NONE_ON_ALL_RANKS: Aim(step=StepAim(nones=Nones.ALL_RANKS), solid_ends=True),
+    Situation.NONE_IN_FIRST_PART_ONLY: Aim(step=StepAim(parts=_SEVERAL, nones=Nones.FIRST), solid_ends=True),
+    Situation.NONE_IN_LAST_PART_ONLY: Aim(step=StepAim(parts=_SEVERAL, nones=Nones.LAST), solid_ends=True),
+    Situation.RANK_WITHOUT_GRADIENT: Aim(step=StepAim(nones=Nones.RANKS)),
+    Situation.DISCARD_HELD: Aim(
+        step=StepAim(discard=(True,), parts=(1, 1), first_is_lie=(False,)), last_step=StepAim()
+    ),
+    Situation.DISCARD_SPILLED: Aim(step=StepAim(discard=(True,), parts=_SEVERAL), last_step=StepAim()),
+    Situation.FIRST_SPILL: Aim(step=StepAim(parts=_SEVERAL), step_index=(0, 0)),
+    Situation.LATER_SPILL: Aim(step=StepAim(discard=(False, True), parts=_SEVERAL), last_step=StepAim(parts=_SEVERAL)),
+    Situation.FIVE_STEPS: Aim(num_steps=5, discard=(False,)),
+    Situation.WEIGHT_DECAY_ON: Aim(lr=tuple(lr for lr in LRS if lr), decay=tuple(decay for decay in DECAYS if decay)),
+    Situation.WEIGHT_DECAY_OFF: Aim(decay=(0.0,)),
+    Situation.CLIPPING_ACTIVE: replace(_CLIPPED, step=StepAim(clip=(Clipping.ACTIVE,))),
+    Situation.CLIPPING_INACTIVE: replace(_CLIPPED, step=StepAim(clip=(Clipping.INACTIVE,))),
+    Situation.WIDE_PARTIAL_SUM: _WIDE,
+    Situation.WIDE_REDUCED_VALUE: _WIDE,
+}

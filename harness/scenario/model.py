@@ -1,0 +1,236 @@
+"""The scenario: one complete, serialisable input of one run of a sharded system.
+
+A scenario is a header (world, parameters, values, optimizer, seed) and a list of operations that every rank carries
+out in the same order. Everything a rank needs is in it: gradients are not sent, each rank rebuilds them from
+``(seed, contributor, step, parameter)`` (see :mod:`harness.scenario.values`).
+
+Pure data: this module imports neither torch nor the code that draws scenarios. Structure (types, unknown fields,
+sizes) is checked by :mod:`harness.scenario.codec`, meaning (an operation in its right place) by
+:func:`harness.scenario.model.check`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+SCHEMA_VERSION: Final = 1
+
+# What a case file may ask for at most. Far above what any machine runs; the machine's own limit is checked later.
+MAX_WORLD = 256
+MAX_ELEMENTS = 2**40
+
+# 255 * 2**100 and sums of thousands of them stay far below the largest finite bf16 and fp32 values.
+MAX_EXPONENT = 100
+
+World = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
+Count = Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]
+Index = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class Domain(enum.Enum):
+    """What is promised about the sums of a scenario's gradients (DESIGN.md, section 5).
+
+    EXACT: small integers times one power of two; every partial sum, in any order, is exact in fp32.
+    NORM_EXACT: in addition every sum of squares of reduced gradients is exact in fp32.
+    GENERAL: exponents differ from element to element; sums round, so the order of addition matters.
+    """
+
+    EXACT = "exact"
+    NORM_EXACT = "norm-exact"
+    GENERAL = "general"
+
+
+class Parameter(Struct, frozen=True, forbid_unknown_fields=True):
+    """One trainable parameter: its name, its shape (``()`` is a scalar) and the dtype of its compute weights."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+
+class Values(Struct, frozen=True, forbid_unknown_fields=True):
+    """How gradients are drawn: ``k * 2**(exponent + s)``, integer ``|k| <= max_k``, ``0 <= s <= spread`` per element.
+
+    ``spread`` is 0 in the exact domains.
+    """
+
+    domain: Domain
+    max_k: Annotated[int, Meta(ge=1, le=255)]
+    exponent: Annotated[int, Meta(ge=-133, le=MAX_EXPONENT)]
+    spread: Annotated[int, Meta(ge=0, le=60)] = 0
+
+
+class AdamW(Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of ``torch.optim.AdamW``, the same for the subject's master and for the reference."""
+
+    lr: Annotated[float, Meta(ge=0, le=10)] = 1e-3
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Meta(ge=0, le=1)] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.1
+    foreach: bool = False
+
+
+class Build(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="build"):
+    """Construct the system under verification with this requested bucket size (elements)."""
+
+    bucket: Annotated[int, Meta(ge=1, le=MAX_ELEMENTS)]
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="part"):
+    """One forward/backward: fill ``.grad`` and call ``collect(more)``.
+
+    Attributes:
+        more: what is announced: further parts follow in this step.
+        contributors: for each rank, whose gradients it holds. Two runs of the same contributors on other worlds or
+            in other parts must give the same sums.
+        none: for each rank, the indices of the parameters whose ``.grad`` is None in this part.
+    """
+
+    more: bool
+    contributors: tuple[Index, ...]
+    none: tuple[tuple[Index, ...], ...]
+
+
+class Clip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="clip"):
+    """Clip this step's gradient to ``max_norm``; stands between the last part and the step."""
+
+    max_norm: Annotated[float, Meta(gt=0)]
+
+
+class Step(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="step"):
+    """Reduce, take the norm, clip if a clip precedes, update, gather."""
+
+
+class Discard(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="discard"):
+    """Forget what was collected, on all ranks; ends the step without a reduction."""
+
+
+Operation = Build | Part | Clip | Step | Discard
+
+
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
+    """One complete input. ``operations``: a build; then, per step, parts, an optional clip, and a step or a discard."""
+
+    world: World
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    parameters: Annotated[tuple[Parameter, ...], Meta(min_length=1, max_length=100_000)]
+    values: Values
+    optimizer: AdamW
+    operations: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=100_000)]
+    version: Literal[1] = SCHEMA_VERSION
+    system: Literal["zero_master"] = "zero_master"
+
+    @property
+    def numel(self) -> int:
+        """N: elements of all parameters together."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def bucket(self) -> int:
+        """The requested bucket size of the build (elements)."""
+        for operation in self.operations:
+            if isinstance(operation, Build):
+                return operation.bucket
+        raise ValueError("scenario has no build operation")
+
+
+class StepPlan(Struct, frozen=True):
+    """The operations of one step, gathered: what :func:`steps` yields."""
+
+    index: int
+    parts: tuple[Part, ...]
+    clip: Clip | None
+    discard: bool
+
+
+def steps(scenario: Scenario) -> Iterator[StepPlan]:
+    """The scenario's steps in order; a discarded step counts and is numbered like any other."""
+    parts: list[Part] = []
+    clip: Clip | None = None
+    index = 0
+    for operation in scenario.operations:
+        if isinstance(operation, Part):
+            parts.append(operation)
+        elif isinstance(operation, Clip):
+            clip = operation
+        elif isinstance(operation, Step | Discard):
+            yield StepPlan(index, tuple(parts), clip, isinstance(operation, Discard))
+            parts, clip, index = [], None, index + 1
+
+
+def check(scenario: Scenario) -> str | None:
+    """What is wrong with the meaning of a well-formed scenario, as ``path: reason``; None when nothing is."""
+    if scenario.numel == 0:
+        return "parameters: no elements at all"
+    if scenario.numel > MAX_ELEMENTS:
+        return f"parameters: {scenario.numel} elements, at most {MAX_ELEMENTS}"
+    first_use: dict[str, int] = {}
+    for index, parameter in enumerate(scenario.parameters):
+        first = first_use.setdefault(parameter.name, index)
+        if first != index:
+            return f"parameters[{index}].name: {parameter.name!r} is the name of parameters[{first}] already"
+    if scenario.values.exponent + scenario.values.spread > MAX_EXPONENT:
+        return f"values.spread: exponent + spread is more than {MAX_EXPONENT}, sums would overflow"
+    if scenario.values.domain is not Domain.GENERAL and scenario.values.spread != 0:
+        return f"values.spread: must be 0 in domain {scenario.values.domain.value!r}"
+    if not isinstance(scenario.operations[0], Build):
+        return "operations[0]: the first operation must be a build"
+    num_parts = 0
+    clipped = False
+    for index, operation in enumerate(scenario.operations):
+        path = f"operations[{index}]"
+        if isinstance(operation, Build):
+            if index > 0:
+                return f"{path}: only one build is supported"
+        elif isinstance(operation, Part):
+            if clipped:
+                return f"{path}: a part after the clip of its step"
+            if len(operation.contributors) != scenario.world or len(operation.none) != scenario.world:
+                return f"{path}: contributors and none need one entry for each of {scenario.world} ranks"
+            for rank, missing in enumerate(operation.none):
+                if any(parameter >= len(scenario.parameters) for parameter in missing):
+                    return f"{path}.none[{rank}]: no such parameter"
+            num_parts += 1
+        elif isinstance(operation, Clip):
+            if num_parts == 0:
+                return f"{path}: a clip before any part of its step"
+            if clipped:
+                return f"{path}: a second clip in one step"
+            clipped = True
+        else:
+            if num_parts == 0:
+                return f"{path}: a step without any part"
+            if isinstance(operation, Discard) and clipped:
+                return f"{path}: a discarded step cannot clip"
+            num_parts, clipped = 0, False
+    if num_parts or clipped:
+        return "operations: the last step is not finished by a step or a discard"
+    return exact_sums_problem(scenario)
+
+
+def exact_sums_problem(scenario: Scenario) -> str | None:
+    """Why the scenario's domain does not hold for its values (guarantees.md, "Values"); None when it does."""
+    values = scenario.values
+    if values.domain is Domain.GENERAL:
+        return None
+    num_contributions = scenario.world * max((len(step.parts) for step in steps(scenario)), default=0)
+    total = num_contributions * values.max_k
+    if total >= 2**24:
+        return f"values.max_k: sums reach {total}, exact in fp32 only below 2**24"
+    if values.domain is Domain.NORM_EXACT:
+        if scenario.numel * total * total >= 2**24:
+            return f"values.max_k: sums of squares reach {scenario.numel * total * total}, exact only below 2**24"
+        if not -74 <= values.exponent <= 52:
+            return f"values.exponent: {values.exponent} lets squares under- or overflow (norm-exact: -74 to 52)"
+    return None

@@ -1,0 +1,174 @@
+"""Real models as lists of parameters, the short campaign run on them, and what that takes in memory.
+
+Names, shapes and order are those of ``named_parameters()`` of the Hugging Face implementation, tied weights listed
+once. They are computed from the architecture's published configuration; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.errors import UsageError
+from harness.scenario.model import AdamW, Build, Clip, Domain, Operation, Parameter, Part, Scenario, Step, Values
+from harness.scenario.partition import round_bucket
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_PROCESS_BYTES = 300 * 2**20  # a rank before it holds any tensor: the interpreter, torch, gloo
+_TEMPORARIES = 4  # fp32 copies of the largest parameter alive at once: draws, a converted gradient, AdamW's own
+_BUCKET_BYTES = 1000  # Python's objects for one bucket in layouts, logs and lists
+
+# Up to 510 in the sum of two: most sums need the ninth bit or the carry that rounding to bf16 would lose.
+_VALUES = Values(Domain.EXACT, max_k=255, exponent=-8)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named list of parameters."""
+
+    summary: str
+    shapes: Callable[[], Shapes]
+
+
+def parameters(name: str) -> tuple[Parameter, ...]:
+    """The bf16 parameters of a preset, in order.
+
+    Raises:
+        UsageError: no such preset.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"no preset {name!r}, expected one of {', '.join(PRESETS)}{hint}")
+    return tuple(Parameter(*named) for named in PRESETS[name].shapes())
+
+
+def campaign(parameters: Sequence[Parameter], world: int, bucket: int, seed: int, examples: int = 3) -> list[Scenario]:
+    """Scenarios of one step over the given parameters, in turn: held, spilled (two parts), clipped.
+
+    All are in the exact domain, so that every comparison is bitwise; with two contributions or more the sums need more
+    than bf16's 8 bits. Each (part, rank) is a contributor of its own, and each scenario has a seed of its own.
+
+    Args:
+        parameters: the model.
+        world: number of ranks.
+        bucket: requested bucket size, in elements.
+        seed: of the first scenario; the following ones count up.
+        examples: number of scenarios.
+    """
+    numel = sum(parameter.numel for parameter in parameters)
+    # Uniform integers in [-K, K] have the variance K (K + 1) / 3. Half the norm to be expected clips for certain.
+    variance = _VALUES.max_k * (_VALUES.max_k + 1) / 3
+    norm = 2.0**_VALUES.exponent * math.sqrt(variance * numel * world)
+    clip = Clip(float(f"{norm / 2:.3g}"))
+
+    def part(index: int, more: bool) -> Part:
+        contributors = tuple(range(index * world, (index + 1) * world))
+        return Part(more, contributors, none=((),) * world)
+
+    forms: tuple[tuple[Operation, ...], ...] = (
+        (part(0, more=False),),
+        (part(0, more=True), part(1, more=False)),
+        (part(0, more=False), clip),
+    )
+    return [
+        Scenario(
+            world=world,
+            seed=(seed + index) % 2**63,
+            parameters=tuple(parameters),
+            values=_VALUES,
+            optimizer=AdamW(),
+            operations=(Build(bucket), *forms[index % len(forms)], Step()),
+        )
+        for index in range(examples)
+    ]
+
+
+def memory_estimate(parameters: Sequence[Parameter], world: int, bucket: int) -> int:
+    """Bytes that all ranks together hold at the peak of a scenario, on one machine.
+
+    With N elements of which a rank's shard has S = N / world plus padding, B elements to a bucket, and w bytes to an
+    element of the compute weights (bf16: 2), each rank holds:
+
+    - for the subject: compute weights ``w N``; master, two moments and the shard's gradient ``16 S``; two buckets of
+      fp32 staging ``8 B``; after a spill the host vector ``4 N``; the gradients of a part, ``w N``;
+    - for the reference, unsharded on every rank: master ``4 N``, moments ``8 N``, gradient ``4 N``, weights ``w N``;
+    - for both: a few fp32 tensors of the largest parameter, and the process itself.
+
+    Args:
+        parameters: the model.
+        world: number of ranks, each a process of this machine.
+        bucket: requested bucket size, in elements.
+    """
+    numel = sum(parameter.numel for parameter in parameters)
+    weights = sum(parameter.numel * _BYTES[parameter.dtype] for parameter in parameters)
+    largest = max(parameter.numel for parameter in parameters)
+    size = round_bucket(bucket, world)
+    num_buckets = -(-numel // size)
+    shard = -(-numel // world) + num_buckets
+    staging = 2 * 4 * min(size, numel + world)
+    subject = weights + 16 * shard + staging + 4 * numel + weights
+    reference = 16 * numel + weights
+    both = _TEMPORARIES * 4 * largest + num_buckets * _BUCKET_BYTES + _PROCESS_BYTES
+    return world * (subject + reference + both)
+
+
+def _gpt2(vocabulary: int, positions: int, hidden: int, layers: int) -> Shapes:
+    """GPT2LMHeadModel; its linear layers are stored input first, and the head is tied to ``wte``."""
+    yield "transformer.wte.weight", (vocabulary, hidden)
+    yield "transformer.wpe.weight", (positions, hidden)
+    linear = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
+    mlp = {"mlp.c_fc": (hidden, 4 * hidden), "mlp.c_proj": (4 * hidden, hidden)}
+    for layer in range(layers):
+        prefix = f"transformer.h.{layer}"
+        for norm, matrices in (("ln_1", linear), ("ln_2", mlp)):
+            yield f"{prefix}.{norm}.weight", (hidden,)
+            yield f"{prefix}.{norm}.bias", (hidden,)
+            for name, shape in matrices.items():
+                yield f"{prefix}.{name}.weight", shape
+                yield f"{prefix}.{name}.bias", shape[1:]
+    yield "transformer.ln_f.weight", (hidden,)
+    yield "transformer.ln_f.bias", (hidden,)
+
+
+def _llama(vocabulary: int, hidden: int, layers: int, intermediate: int, key_value: int, bias: bool) -> Shapes:
+    """LlamaForCausalLM, and Qwen2ForCausalLM with ``bias``, the head tied to the embedding."""
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q_proj", hidden), ("k_proj", key_value), ("v_proj", key_value)):
+            yield f"{prefix}.self_attn.{name}.weight", (rows, hidden)
+            if bias:
+                yield f"{prefix}.self_attn.{name}.bias", (rows,)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{prefix}.mlp.gate_proj.weight", (intermediate, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, intermediate)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+
+
+def _mlp(*widths: int) -> Shapes:
+    """Linear layers in a ``torch.nn.Sequential`` with an activation between any two."""
+    for layer, (wide, narrow) in enumerate(itertools.pairwise(widths)):
+        yield f"{2 * layer}.weight", (narrow, wide)
+        yield f"{2 * layer}.bias", (narrow,)
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny-mlp": Preset("three linear layers, 5,898 elements in 6 tensors", lambda: _mlp(16, 64, 64, 10)),
+    "tiny-gpt": Preset("GPT-2 of 2 narrow layers, 7,872 elements in 28 tensors", lambda: _gpt2(64, 16, 16, 2)),
+    "gpt2": Preset("GPT-2 124M, 124,439,808 elements in 148 tensors", lambda: _gpt2(50257, 1024, 768, 12)),
+    "qwen2.5-0.5b": Preset(
+        "Qwen2.5-0.5B, 494,032,768 elements in 290 tensors", lambda: _llama(151936, 896, 24, 4864, 128, bias=True)
+    ),
+    "llama-3.2-1b": Preset(
+        "Llama-3.2-1B, 1,235,814,400 elements in 146 tensors", lambda: _llama(128256, 2048, 16, 8192, 512, bias=False)
+    ),
+}

@@ -1,0 +1,127 @@
+"""The numbers of a scenario: gradients and initial weights, rebuilt by every rank from a few integers.
+
+The generator is Philox4x64-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011), a
+function from a counter of four 64-bit words and a key of two to four 64-bit words:
+
+- key: ``(seed, stream)``, where ``stream`` is 0 for the integers of a gradient, 1 for its exponents, 2 for weights;
+- counter: ``(block, contributor, step, parameter)``, with ``block`` = 1, 2, 3, … along the parameter (numpy counts up
+  before it draws, so block 0 is not used).
+
+Each (stream, contributor, step, parameter) has key and counter words of its own, so no two streams overlap. An element
+takes 16 bits ``r``, the lowest bits of a word first, and turns them into one of n integers by ``(r * n) >> 16``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.scenario.model import Values
+
+Float32Array = npt.NDArray[np.float32]
+
+_INTEGERS, _EXPONENTS, _WEIGHTS = range(3)
+_CHUNK = 2**15  # elements: the temporaries of one chunk stay in a CPU's second-level cache
+_MAX_EXPONENT = 120  # 255 * 2**120 is the largest finite bf16
+
+# Initial weights are k * 2**-shift with |k| <= limit: as many bits as the dtype keeps (bf16 8, fp16 11; of fp32's 24
+# the 14 that a draw fills), so that a master made from them shows any rounding to a smaller dtype.
+_WEIGHT_GRID = {"bf16": (255, 7), "fp16": (2047, 10), "fp32": (16383, 13)}
+
+
+class _Generator(threading.local):
+    """One generator a thread, set anew for each stream: a tenth of the time that making a new one takes."""
+
+    def __init__(self) -> None:
+        self.philox = np.random.Philox(0)
+
+
+_generator = _Generator()
+
+
+def _draw(
+    out: npt.NDArray[Any],
+    key: tuple[int, int],
+    counter: tuple[int, int, int],
+    *,
+    low: int,
+    high: int,
+    scale: float = 1.0,
+) -> None:
+    """Fill ``out`` with integers from ``low`` to ``high`` (both included, at most 2**15 of them) times ``scale``."""
+    philox = _generator.philox
+    # Tuples where the stubs ask for arrays: numpy takes both, and a list made into an array can pass through float64.
+    state: Any = {
+        "bit_generator": "Philox",
+        "state": {"counter": (0, *counter), "key": key},
+        "buffer": (0, 0, 0, 0),
+        "buffer_pos": 4,  # nothing buffered
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    philox.state = state
+    count = high - low + 1
+    for start in range(0, out.size, _CHUNK):
+        chunk = out[start : start + _CHUNK]
+        words = philox.random_raw((chunk.size + 3) // 4)
+        draws = words.astype("<u8", copy=False).view("<u2")[: chunk.size].astype(np.int32)
+        draws *= count  # fits: 2**16 * 2**15 is the first int32 too large
+        draws >>= 16
+        draws += low
+        chunk[...] = draws
+        if scale != 1.0:
+            chunk *= scale
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(exponent: int, spread: int) -> Float32Array:
+    """``2**exponent`` to ``2**(exponent + spread)``: fp32 holds all of these, below 2**-126 as subnormal numbers."""
+    return np.array([2.0 ** (exponent + s) for s in range(spread + 1)], np.float32)
+
+
+def gradient(seed: int, contributor: int, step: int, parameter: int, numel: int, values: Values) -> Float32Array:
+    """The gradient of one parameter (given by its index) that one contributor has in one step.
+
+    Args:
+        seed: of the scenario.
+        contributor: whose gradient.
+        step: counted from 0.
+        parameter: index in the scenario's list.
+        numel: elements of the parameter.
+        values: how to draw.
+
+    Returns:
+        fp32 of shape ``[numel]``, each element exactly ``k * 2**(exponent + s)``; zero is always +0.0.
+
+    Raises:
+        ValueError: the values would leave the range of bf16.
+    """
+    if values.exponent + values.spread > _MAX_EXPONENT:
+        raise ValueError(f"exponent {values.exponent} and spread {values.spread} leave bf16 (at most {_MAX_EXPONENT})")
+    out = np.empty(numel, np.float32)
+    counter = (contributor, step, parameter)
+    scale = 2.0**values.exponent if values.spread == 0 else 1.0
+    _draw(out, (seed, _INTEGERS), counter, low=-values.max_k, high=values.max_k, scale=scale)
+    if values.spread:
+        offsets = np.empty(numel, np.uint8)
+        _draw(offsets, (seed, _EXPONENTS), counter, low=0, high=values.spread)
+        out *= _powers(values.exponent, values.spread)[offsets]
+    return out
+
+
+def initial_weight(
+    seed: int, parameter: int, numel: int, dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+) -> Float32Array:
+    """The initial weight of one parameter (given by its index).
+
+    Returns:
+        fp32 of shape ``[numel]``, between -2 and 2, each element exactly representable in ``dtype``; never -0.0.
+    """
+    limit, shift = _WEIGHT_GRID[dtype]
+    out = np.empty(numel, np.float32)
+    _draw(out, (seed, _WEIGHTS), (0, 0, parameter), low=-limit, high=limit, scale=2.0**-shift)
+    return out

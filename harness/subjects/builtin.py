@@ -1,0 +1,45 @@
+"""The systems of our own that can be verified by name, and what may be asked of a subject. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a subject promises beyond the class contract (DESIGN.md, section 7).
+
+    Attributes:
+        norm: how it accumulates the squared norm: ``"fp64"`` is judged bitwise on norm-exact data and within
+            n 2**-53 elsewhere; ``"fp32"`` within the any-order fp32 bound.
+        traffic: number, kind and bytes of its collectives are what the layout implies.
+        static_memory: what it keeps alive follows the formula of ``spec/zero_master.md``.
+        strict_padding_rule: it rounds the bucket as the specification says; else any valid rounding will do.
+    """
+
+    norm: Literal["fp64", "fp32"] = "fp32"
+    traffic: bool = False
+    static_memory: bool = False
+    strict_padding_rule: bool = False
+
+
+CLASS_SUBJECT = Capabilities()
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A built-in system: where its class is and what it promises."""
+
+    target: str
+    capabilities: Capabilities
+    summary: str
+
+
+BUILTIN: dict[str, Builtin] = {
+    "zero2": Builtin(
+        target="zero2core.zero_master:ZeroMaster",
+        capabilities=Capabilities(norm="fp64", traffic=True, static_memory=True, strict_padding_rule=True),
+        summary="zero2core.ZeroMaster: fp32 masters, AdamW moments and gradients sharded (ZeRO-2)",
+    ),
+}

@@ -1,0 +1,117 @@
+"""Import a subject's class in a rank and check that it has the interface of the contract, before building it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
+
+METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
+ATTRIBUTES = ("master", "has_grad", "spills")
+
+
+class SubjectError(Exception):
+    """The subject cannot be used: it does not import, or lacks the interface. The message is for its author."""
+
+
+def capabilities(subject: str) -> Capabilities:
+    """What may be asked of the subject: a built-in's own promises, else the class contract."""
+    builtin = BUILTIN.get(subject)
+    return builtin.capabilities if builtin else CLASS_SUBJECT
+
+
+def load_class(subject: str, args: dict[str, Any] | None = None) -> type:
+    """The class named by a built-in name, ``package.module:Class`` or ``/path/file.py:Class``, checked.
+
+    The current directory is importable, and so is the directory of the file.
+
+    Raises:
+        SubjectError: with the reason, and for an import that raises, the last lines of its traceback.
+    """
+    builtin = BUILTIN.get(subject)
+    where, _, name = (builtin.target if builtin else subject).rpartition(":")
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    except BaseException as error:  # a user's file may raise anything, SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        summary = traceback.format_exception_only(error)[-1].strip()
+        place = _last_place(error)
+        raise SubjectError(f"cannot import {where}: {summary}{place}") from error
+    if not hasattr(module, name):
+        classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value))
+        raise SubjectError(f"{where} has no class {name!r} (it has: {', '.join(classes) or 'none'})")
+    cls = getattr(module, name)
+    if not inspect.isclass(cls):
+        raise SubjectError(f"{where}:{name} is no class but {type(cls).__name__}")
+    _check_interface(cls, f"{where}:{name}", args or {})
+    return cls
+
+
+def missing_attributes(instance: object) -> list[str]:
+    """Which attributes of the contract a freshly built instance lacks."""
+    return [name for name in ATTRIBUTES if not hasattr(instance, name)]
+
+
+def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
+    missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
+    if missing:
+        raise SubjectError(
+            f"{title} lacks the interface of ZeroMaster: no method {', '.join(missing)} "
+            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class')"
+        )
+    try:
+        signature = inspect.signature(cls)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind([], 0, 1, bucket=1, **args)
+    except TypeError as error:
+        raise SubjectError(
+            f"{title} cannot be constructed as Class(params, rank, world, bucket=...{_shown(args)}): {error}; "
+            f"its signature is {signature}"
+        ) from error
+
+
+def _shown(args: dict[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in args.items())
+
+
+def _import_module(name: str) -> ModuleType:
+    _importable(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    _importable(Path.cwd())
+    _importable(path.parent)
+    # A name of its own: a user's file called `random.py` or `harness.py` must not shadow or be shadowed.
+    name = f"_subject_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python source file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _importable(directory: Path) -> None:
+    # At the end: a file of the user beside his subject must not shadow an installed package.
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def _last_place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames:
+        return ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -1,0 +1,264 @@
+"""A rank of a training run: the sharded trainer and, beside it, an unsharded one that reads all ranks' text.
+
+A step is driven and compared as in a campaign (:class:`harness.drive.driver.Driver`), except that gradients come from
+autograd: the sharded side's from this rank's text on the weights the subject gathers, the unsharded side's from all
+ranks' text on the unsharded trainer's own weights. Every rank does the passes of all ranks: only the subject
+communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from harness.drive.driver import CannotGoOnError, Driver, clip_coefficient
+from harness.drive.memory import HandedOver
+from harness.drive.parameters import ComputeWeights
+from harness.drive.record import Position, Record
+from harness.drive.shard import ShardMap
+from harness.launch.rank import RankBroken, RankContext
+from harness.oracles.compare import compare_bits, digest
+from harness.oracles.intake import IntakeModel
+from harness.oracles.reference import UnshardedTrainer, build_adamw
+from harness.scenario.model import Build, Clip, Domain, Operation, Parameter, Part, Scenario, Step, StepPlan, Values
+from harness.subjects.builtin import Capabilities
+from harness.subjects.load import SubjectError, capabilities, load_class
+from harness.train.messages import StepReport, TrainSetup, decode_task, encode
+from harness.train.model import build_model
+from harness.train.text import draw_batch
+from harness.train.unsharded import Gradients, UnshardedModel, backward, take_gradients
+from harness.verdict import Oracle, Property, RankStatus, Stage
+
+
+def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that answers this rank's tasks. ``setup`` is not used: the first step brings its own.
+
+    That function raises :class:`RankBroken` with the report when the subject ended the run.
+    """
+    position = Position(context.directory, context.world, context.rank)
+    drivers: list[TrainingDriver] = []
+
+    def answer(message: bytes) -> bytes:
+        task = decode_task(message)
+        if task.setup is not None:
+            subject = task.setup.subject
+            drivers.clear()
+            try:
+                cls = load_class(subject.path, subject.args)
+            except SubjectError as error:
+                report = StepReport(rank=context.rank, status=RankStatus.INTERFACE, detail=str(error))
+                raise RankBroken(encode(report)) from error
+            drivers.append(TrainingDriver(context, cls, capabilities(subject.path), task.setup, position))
+        report = drivers[0].run_step(task.step)
+        if report.status is not RankStatus.DONE:
+            raise RankBroken(encode(report))
+        return encode(report)
+
+    return answer
+
+
+class TrainingDriver(Driver):
+    """Both trainers of one rank, driven step by step. Building the sharded one is collective, and so is every step."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        cls: Callable[..., Any],
+        subject: Capabilities,
+        setup: TrainSetup,
+        position: Position,
+    ) -> None:
+        model = build_model(setup.size, setup.seed)
+        scenario = Scenario(
+            world=context.world,
+            seed=setup.seed,
+            parameters=tuple(Parameter(name, tuple(item.shape)) for name, item in model.named_parameters()),
+            values=Values(Domain.GENERAL, max_k=1, exponent=0),  # stands for gradients that nobody draws
+            optimizer=setup.optimizer,
+            operations=(Build(setup.bucket),),
+        )
+        super().__init__(context, cls, setup.subject.args, subject, scenario, position)
+        self._position = position
+        self._setup = setup
+        self._model = model
+        self._next_step = 0
+
+    def run_step(self, step: int) -> StepReport:
+        """Train and compare one step. Steps come in order from 0, and the first one also builds."""
+        if step != self._next_step:
+            raise ValueError(f"step {step} was asked for, but this rank's next step is {self._next_step}")
+        self.record = Record(self.context, self.scenario, self._position)
+        self.scenario = msgspec.structs.replace(self.scenario, operations=self._operations(step))
+        self._observed: list[Gradients] = []
+        self._losses: list[float] = []
+        self._numbers: dict[str, Any] = {}
+        verdict = self.run()
+        self._next_step += 1
+        return StepReport(**msgspec.structs.asdict(verdict), losses=tuple(self._losses), **self._numbers)
+
+    def _operations(self, step: int) -> tuple[Operation, ...]:
+        num_parts = self._setup.num_parts(step)
+        world = self.context.world
+        parts = [
+            Part(part + 1 < num_parts, tuple(part * world + rank for rank in range(world)), ((),) * world)
+            for part in range(num_parts)
+        ]
+        return Build(self._setup.bucket), *parts, Clip(self._setup.max_norm), Step()
+
+    # -- where a training run differs from a campaign's scenario ---------------------------------------------------
+
+    def _build(self) -> None:
+        if self._next_step > 0:
+            return
+        self.record.enter(None, Stage.BUILD)
+        self.weights = ComputeWeights(self.scenario, self.device)
+        for parameter, initial, own in zip(
+            self.weights.parameters, self.weights.initial, self._model.parameters(), strict=True
+        ):
+            parameter.data.copy_(own.data)
+            initial.copy_(own.data)
+        self._use(self.weights.parameters)
+        self.reference = UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
+        self._unsharded = UnshardedModel(build_model(self._setup.size, self._setup.seed), self.reference.weights)
+        self.memory = None  # what models keep alive is not told apart from what the subject keeps
+        self.sample = None
+        with self._subject("__init__"):
+            self.subject = self.cls(
+                self.weights.parameters, self.rank, self.scenario.world, bucket=self.scenario.bucket, **self.args
+            )
+        self.master = self._contract_master()
+        self.shard = ShardMap(self.scenario, self._partition(), self.rank, self.device)
+        self.intake = IntakeModel()
+        self.optimizer = build_adamw([self.master], self.scenario.optimizer)
+        self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
+        self._compare_padding("the initial master", self.master)
+        self._compare_weights("after construction, a compute weight differs")
+
+    def _use(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Make the sharded side's model compute on the very parameters that the subject is given."""
+        for (name, _), parameter in zip(list(self._model.named_parameters()), parameters, strict=True):
+            module, _, attribute = name.rpartition(".")
+            setattr(self._model.get_submodule(module), attribute, parameter)
+
+    def _step(self, plan: StepPlan) -> None:
+        super()._step(msgspec.structs.replace(plan, index=self._next_step))
+
+    def _hand_over(self, plan: StepPlan, number: int, handed_over: HandedOver) -> bool:
+        loss = backward(self._model, self._windows(plan, self.rank, number), self._scale(plan))
+        self._losses.append(loss)
+        gradients: list[Tensor | None] = []
+        for parameter in self.weights.parameters:
+            if parameter.grad is not None:
+                handed_over.add(parameter.grad)
+            # A copy: what the subject does to its own gradients later must not reach it.
+            gradients.append(None if parameter.grad is None else parameter.grad.clone())
+        self._observed.append(gradients)
+        return True
+
+    def _set_reference_gradients(self, plan: StepPlan) -> None:
+        # As long as nothing differs, the subject's own `spills` has been found to say so.
+        self._numbers["spilled"] = len(plan.parts) > 1 and self.record.clean
+        self._unsharded.begin(self.scenario.world)
+        for rank in range(self.scenario.world):
+            for part in range(len(plan.parts)):
+                self._unsharded.run_part(rank, self._windows(plan, rank, part), self._scale(plan))
+        reduced = self._unsharded.reduced()
+        self.reference.set_gradients(reduced)
+        self._numbers["unsharded_losses"] = tuple(self._unsharded.losses)
+        self._numbers["unsharded_gradient"] = digest(reduced)
+        # Whoever wrote the weights since the last step is to blame for other gradients, and not the machine.
+        self._compare_weights("before the update, a compute weight differs")
+        for part, (seen, wanted) in enumerate(zip(self._observed, self._unsharded.gradients[self.rank], strict=True)):
+            if self.record.clean and _differing(seen, wanted) is not None:
+                self._explain(plan, part, seen, wanted)
+        if not self.record.clean:
+            # A rank that compares no gradient must not leave the others alone in the exchange that may follow.
+            raise CannotGoOnError
+
+    def _compare_gradient(self, prop: Property, plan: StepPlan) -> None:
+        observed = self._gradient()
+        if observed.shape != self.master.shape or observed.dtype != torch.float32:
+            self.record.diverge(
+                prop, f"master.grad is {observed.dtype} of shape {list(observed.shape)}, not fp32 like master"
+            )
+            return
+        difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
+        self.record.checked(prop, difference.compared)
+        if not self._some_rank(difference.mismatch is not None):
+            self.record.judged(Oracle.ORDERED)
+            return
+        # Another order of adding is no mistake: what follows is then compared from the gradient that was observed.
+        self.record.judged(Oracle.BOUND)
+        beyond = self.shard.beyond(observed, self._unsharded.interval)
+        if beyond.mismatch is not None:
+            self.record.diverge(prop, "the reduced gradient differs by more than any order of addition can", beyond)
+        self._adopt(observed)
+
+    def _norm(self, plan: StepPlan) -> None:
+        self._numbers["unsharded_norm_squared"] = self.reference.squared_norm().value
+        super()._norm(plan)
+        self._numbers["norm_ok"] = self.record.clean
+
+    def _squared_norm(self, call: int, bitwise: bool) -> float:
+        observed = super()._squared_norm(call, bitwise)
+        if call == 0:
+            self._numbers["norm_squared"] = observed
+            self._numbers["coefficient"] = clip_coefficient(observed, self._setup.max_norm)
+        return observed
+
+    def _finish(self) -> None:
+        """A campaign's last checks are over a whole scenario; a training run has none."""
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _windows(self, plan: StepPlan, rank: int, part: int) -> Tensor:
+        """int64 (windows, context + 1): what a rank reads in this part."""
+        batch = draw_batch(
+            self._setup.text,
+            seed=self._setup.seed,
+            contributor=plan.parts[part].contributors[rank],
+            step=plan.index,
+            num_windows=self._setup.windows_per_part,
+            length=self._setup.size.context + 1,
+        )
+        return torch.from_numpy(batch)
+
+    def _scale(self, plan: StepPlan) -> float:
+        # Gradients are summed over ranks and parts: the mean over all of a step's text is the caller's business.
+        return 1.0 / (self.scenario.world * len(plan.parts))
+
+    def _compare_weights(self, message: str) -> None:
+        if self.record.clean:
+            difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
+            self.record.checked(Property.WEIGHTS, difference.compared)
+            if difference.mismatch is not None:
+                self.record.diverge(Property.WEIGHTS, message, difference)
+
+    def _explain(self, plan: StepPlan, part: int, seen: Gradients, wanted: Gradients) -> None:
+        """Two passes over equal weights and equal text differ: by chance, or does the subject change gradients?"""
+        index = _differing(seen, wanted) or 0
+        name = self.scenario.parameters[index].name
+        windows = self._windows(plan, self.rank, part)
+        again, _ = self._unsharded.run_pass(windows, self._scale(plan))
+        backward(self._model, windows, self._scale(plan))
+        seen_again = take_gradients(self.weights.parameters)
+        if _differing(wanted, again) is None and _differing(seen, seen_again) is None:
+            message = f"part {part}: autograd gave another gradient than on equal weights that the subject never saw"
+            self.record.diverge(Property.GRADIENT, message, parameter=name)
+        elif "unrepeatable" not in self._numbers:
+            self._numbers["unrepeatable"] = (
+                f"step {plan.index}, rank {self.rank}, part {part}: backward passes over equal weights and equal text "
+                f"gave different gradients of {name}"
+            )
+
+
+def _differing(one: Gradients, other: Gradients) -> int | None:
+    """Index of the first gradient that differs; what a subject has already taken is not there to be compared."""
+    for index, (left, right) in enumerate(zip(one, other, strict=True)):
+        if left is not None and right is not None and compare_bits(left, right, signed_zeros=True).mismatch is not None:
+            return index
+    return None

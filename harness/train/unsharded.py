@@ -1,0 +1,93 @@
+"""The forward and backward passes of the unsharded trainer that a sharded one must equal: nothing of a subject here.
+
+It runs the passes of every rank itself, on compute weights of its own, and adds the gradients in fp32: the parts of a
+rank in order, then the ranks in order. Masters, AdamW and rounding are those of
+:class:`harness.oracles.reference.UnshardedTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import Tensor, nn
+
+from harness.oracles.bounds import any_order_sum_bound
+from harness.oracles.contributions import Interval
+from harness.train.model import ByteModel
+
+Gradients = Sequence[Tensor | None]  # of one part, by parameter
+
+
+def backward(model: ByteModel, windows: Tensor, scale: float) -> float:
+    """One part: add the gradient of ``scale`` times the loss to ``.grad``; returns the loss itself (nats a byte)."""
+    loss = model.loss(windows)
+    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach())
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+    """The ``.grad`` of each parameter, which has none afterwards."""
+    gradients: list[Tensor | None] = []
+    for parameter in parameters:
+        gradients.append(parameter.grad)
+        parameter.grad = None
+    return gradients
+
+
+class UnshardedModel:
+    """A model on the unsharded trainer's compute weights, and this step's gradients by rank and part.
+
+    Attributes:
+        losses: of every pass since :meth:`begin`, in the order of the calls.
+        gradients: bf16, ``[rank][part][parameter]``.
+    """
+
+    def __init__(self, model: ByteModel, weights: Sequence[Tensor]) -> None:
+        """Make ``model`` compute on ``weights`` themselves, whoever changes them."""
+        self._model = model
+        self._parameters = list(model.parameters())
+        for parameter, weight in zip(self._parameters, weights, strict=True):
+            parameter.data = weight
+        self.begin(0)
+
+    def begin(self, world: int) -> None:
+        """A new step on ``world`` ranks, without any pass yet."""
+        self.losses: list[float] = []
+        self.gradients: list[list[list[Tensor]]] = [[] for _ in range(world)]
+
+    def run_part(self, rank: int, windows: Tensor, scale: float) -> None:
+        """The next part of a rank, on the weights as they are now."""
+        gradients, loss = self.run_pass(windows, scale)
+        self.losses.append(loss)
+        self.gradients[rank].append(gradients)
+
+    def run_pass(self, windows: Tensor, scale: float) -> tuple[list[Tensor], float]:
+        """Gradients and loss of one part, kept nowhere."""
+        loss = backward(self._model, windows, scale)
+        gradients = [gradient for gradient in take_gradients(self._parameters) if gradient is not None]
+        if len(gradients) != len(self._parameters):
+            raise RuntimeError("autograd left a parameter of the unsharded model without gradient")
+        return gradients, loss
+
+    def reduced(self) -> list[Tensor]:
+        """The sum over all parts and ranks, fp32, by parameter."""
+        return [
+            _sum(_sum(part[index].float() for part in parts) for parts in self.gradients)
+            for index in range(len(self._parameters))
+        ]
+
+    def interval(self, parameter: int) -> Interval:
+        """Where any order of fp32 additions puts the sum of one parameter's gradients."""
+        terms = [part[parameter].double().view(-1).numpy() for parts in self.gradients for part in parts]
+        return Interval(np.sum(terms, axis=0), any_order_sum_bound(len(terms), np.sum(np.abs(terms), axis=0)))
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    """Left fold in fp32; the first term is written to, so every term must be a tensor of its own."""
+    total: Tensor | None = None
+    for term in terms:
+        total = term if total is None else total.add_(term)
+    if total is None:
+        raise ValueError("a step without any part has no gradient")
+    return total

@@ -1,0 +1,147 @@
+"""What a rank reports about one scenario, and what the parent concludes: plain data, no torch.
+
+Ranks compare their own state with the reference and send a :class:`RankVerdict`; the parent compares what only all
+ranks together show (norm bits, weight digests, collectives) and merges (:mod:`harness.oracles.judge`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+
+from msgspec import Struct
+
+
+class Property(enum.Enum):
+    """What must hold (DESIGN.md, section 6)."""
+
+    WEIGHTS = "weights"
+    AGREEMENT = "agreement"
+    MASTER = "master"
+    MOMENTS = "moments"
+    GRADIENT = "gradient"
+    NORM = "norm"
+    CLIP = "clip"
+    SPILL = "spill"
+    INTAKE = "intake"
+    STORAGE = "storage"
+    OWNERSHIP = "ownership"
+    MEMORY = "memory"
+    TRAFFIC = "traffic"
+    PROGRESS = "progress"
+    DETERMINISM = "determinism"
+
+
+class Stage(enum.Enum):
+    """Where in a step, in order of time; BUILD comes before the first step."""
+
+    BUILD = "build"
+    COLLECT = "collect"
+    REDUCE = "reduce"
+    NORM = "norm"
+    UPDATE = "update"
+    GATHER = "gather"
+
+
+STAGE_ORDER = {stage: order for order, stage in enumerate(Stage)}
+
+
+class Oracle(enum.Enum):
+    """By which rule a gradient (or, for LOOSE, a norm) was judged.
+
+    EXACT: bitwise, on data whose sums are exact in any order. ORDERED: bitwise, adding in the backend's own order.
+    BOUND: not bitwise, but within the proven rounding bound. LOOSE: a norm whose bound is too wide to say much.
+    """
+
+    EXACT = "exact"
+    ORDERED = "ordered"
+    BOUND = "bound"
+    LOOSE = "loose"
+
+
+class Divergence(Struct, frozen=True, kw_only=True):
+    """The first thing a rank found different. Steps, ranks, buckets count from 0; what does not apply is None.
+
+    ``element`` is the flat index inside ``parameter``; ``*_bits`` are hex strings of the raw value; ``ulps`` the
+    distance in units of the last place; ``mismatches`` how many elements differ at this (step, stage) on this rank.
+    """
+
+    property: Property
+    stage: Stage
+    message: str
+    rank: int | None = None
+    step: int | None = None
+    parameter: str | None = None
+    element: int | None = None
+    bucket: int | None = None
+    owner: int | None = None
+    expected: float | str | None = None
+    actual: float | str | None = None
+    expected_bits: str | None = None
+    actual_bits: str | None = None
+    ulps: int | None = None
+    mismatches: int | None = None
+
+    @builtins.property  # `property` is a field here
+    def when(self) -> tuple[int, int]:
+        """Sort key: the build first, then by step and stage."""
+        return (-1 if self.step is None else self.step, STAGE_ORDER[self.stage])
+
+
+class Collective(Struct, frozen=True, array_like=True):
+    """One logged collective: what was called, on what, in which group (names the group's ranks), during which stage."""
+
+    kind: str
+    dtype: str
+    length: int
+    group: tuple[int, ...]
+    step: int | None = None
+    stage: str | None = None
+
+
+class NormObservation(Struct, frozen=True, array_like=True):
+    """One squared norm as a rank saw it: ``call`` 0 before, 1 after clipping; bits in hex, nan as ``"nan"``."""
+
+    step: int
+    call: int
+    bits: str
+
+
+class WeightsObservation(Struct, frozen=True, array_like=True):
+    """Digest of all compute weights of a rank after the gather of a step (nan counted as one pattern)."""
+
+    step: int
+    digest: str
+
+
+class RankStatus(enum.Enum):
+    """How the scenario ended on a rank.
+
+    DONE: driven to its end (with or without a divergence). RAISED: the subject raised; ``divergence`` says where.
+    UNSUPPORTED: the subject raised NotImplementedError. INTERFACE: the built object lacks what the contract asks for.
+    """
+
+    DONE = "done"
+    RAISED = "raised"
+    UNSUPPORTED = "unsupported"
+    INTERFACE = "interface"
+
+
+class RankVerdict(Struct, frozen=True, kw_only=True):
+    """One rank's explicit verdict on one scenario. A missing one is never a pass.
+
+    ``checks``: property -> how many times it was compared on non-empty data. ``oracle``: rule -> count.
+    ``situations``: what only running shows (``scenario.situations.Situation`` values). ``detail``: message and
+    traceback of what was raised.
+    """
+
+    rank: int
+    status: RankStatus
+    divergence: Divergence | None = None
+    checks: dict[str, int] = {}
+    oracle: dict[str, int] = {}
+    situations: tuple[str, ...] = ()
+    norms: tuple[NormObservation, ...] = ()
+    weights: tuple[WeightsObservation, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    detail: str | None = None

@@ -1,0 +1,74 @@
+"""What exists, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.scenario.situations import Situation
+from harness.verdict import Property
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import CommandLine
+
+VERBS = {
+    "verify": "--subject --subject-arg --world --backend --examples --seconds --seed --preset --params --bucket "
+    "--report --json --timeout",
+    "replay": "--subject --subject-arg --backend --json --timeout",
+    "train": "--subject --subject-arg --world --steps --text --seed --json",
+    "list": "--json",
+}
+
+
+def test_the_main_help_names_every_verb_and_the_exit_codes(cli: CommandLine) -> None:
+    """What a user sees first."""
+    done = cli.run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+    assert "130  interrupted" in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_explains_its_options_with_an_example(cli: CommandLine, verb: str) -> None:
+    """Complete: every option, one example, the exit codes."""
+    done = cli.run(verb, "--help")
+    assert done.returncode == 0
+    assert all(option in done.stdout for option in VERBS[verb].split())
+    assert f"zero2-harness {verb}" in done.stdout
+    assert "Exit codes:" in done.stdout
+
+
+def test_version(cli: CommandLine) -> None:
+    done = cli.run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("zero2-harness ")
+
+
+def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
+    """Names for --subject and --preset, and the words that results use."""
+    shown, listed = cli.run("list"), json.loads(cli.run("list", "--json", "-").stdout)
+    assert set(listed) == {"subjects", "presets", "properties", "situations"}
+    assert "zero2" in listed["subjects"]
+    assert "gpt2" in listed["presets"]
+    assert listed["properties"] == [item.value for item in Property]
+    assert listed["situations"] == [item.value for item in Situation]
+    assert shown.returncode == 0
+    for names in listed.values():
+        assert all(f"\n  {name}" in shown.stdout for name in names)
+
+
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "list"])
+def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
+    """It would cost more than a second, and the parent must stay free of whatever torch starts."""
+    modules = {
+        "verify": "harness.runner, harness.subjects.source, harness.scenario.presets",
+        "replay": "harness.runner, harness.scenario.codec",
+        "train": "harness.train.campaign, harness.train.show",
+        "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
+    }[verb]
+    program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

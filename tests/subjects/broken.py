@@ -1,0 +1,667 @@
+"""Broken classes: one planted bug each.
+
+Every docstring says the bug, what a scenario must contain to show it, and what must be the first to diverge
+(property at stage; ``gradient/spill`` is ``gradient`` in a step of one part and ``spill`` in a step of several).
+``catalogue.py`` holds the same as data. The shapes are those of real bugs in public trainers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.subjects.plain import Cut, Gradients, PlainZero
+
+# What is summed, and into which piece it goes.
+
+
+class MeanForSum(PlainZero):
+    """Bug: averages over ranks. Trigger: world 2, any gradient. First: gradient/spill at reduce."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        return super()._reduce(flat) / self.world
+
+
+class WrongOwner(PlainZero):
+    """Bug: ranks 0 and 1 get each other's piece in the reduction, not in the gather.
+
+    Trigger: world 2, pieces 0 and 1 differ. First: gradient/spill at reduce (or ownership, if piece 1 is padding).
+    """
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world > 1:
+            pieces = list(flat.chunk(self.world))
+            flat = torch.cat([pieces[1], pieces[0], *pieces[2:]])
+        return super()._reduce(flat)
+
+
+class WrongPieceAtWorldThree(PlainZero):
+    """Bug: every rank reduces its neighbour's piece, at world 3 only.
+
+    Trigger: world 3. First: gradient/spill at reduce (or ownership, if the neighbour's piece is longer).
+    """
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        return super()._reduce(flat.roll(len(flat) // 3) if self.world == 3 else flat)
+
+
+class ReducesInBf16(PlainZero):
+    """Bug: sends bf16 and sums in bf16.
+
+    Trigger: world 2, a sum over parts or ranks that needs more than 8 bits. First: gradient/spill at reduce.
+    """
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        return super()._reduce(flat.bfloat16()).float() if self.world > 1 else flat
+
+
+class Bf16SumAtWorldThree(PlainZero):
+    """Bug: the host sum is moved to the reduction in bf16, at world 3 only.
+
+    Trigger: world 3, a sum over one rank's parts of more than 8 bits. First: spill at reduce.
+    """
+
+    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
+        super()._fill_gradients(flat, start, end)
+        if self.world == 3:
+            flat.copy_(flat.bfloat16())
+
+
+class SwapsEqualBuckets(PlainZero):
+    """Bug: the last rank reduces the first two buckets in the other order, if they are equally long.
+
+    Trigger: world 2, two equal buckets. First: gradient/spill at reduce.
+    """
+
+    def _reduce_order(self) -> Sequence[int]:
+        order = list(super()._reduce_order())
+        lengths = [end - start for start, end, _ in self._cuts[:2]]
+        if 0 < self.rank == self.world - 1 and len(lengths) == 2 and lengths[0] == lengths[1]:
+            order[:2] = [1, 0]
+        return order
+
+
+class LostOffsetAtBucketEdge(PlainZero):
+    """Bug: in the held path a parameter that begins in an earlier bucket is read from its start again.
+
+    Trigger: a parameter across a bucket edge, in a held step. First: gradient/spill at reduce.
+    """
+
+    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
+        if self._held is None:
+            super()._fill_gradients(flat, start, end)
+            return
+        for grad, first, last in zip(self._held, self._offsets, self._offsets[1:], strict=False):
+            low, high = max(start, first), min(end, last)
+            if grad is not None and low < high:
+                flat[low - start : high - start].copy_(grad.view(-1)[: high - low])
+
+
+class StagingNotZeroed(PlainZero):
+    """Bug: one staging buffer for all buckets, zeroed only where gradients will be written.
+
+    Trigger: two buckets or more, the last one with padding. First: ownership at reduce (padding is not zero).
+    """
+
+    _buffer: Tensor | None = None
+
+    def _staging(self, padded: int, length: int) -> Tensor:
+        if not hasattr(self, "_grad"):  # the master is still being built: that is done right
+            return super()._staging(padded, length)
+        if self._buffer is None or len(self._buffer) < padded:
+            self._buffer = torch.zeros(padded)
+        self._buffer[:length].zero_()
+        return self._buffer[:padded]
+
+
+class NoStepWithoutGradients(PlainZero):
+    """Bug: when no rank has a gradient, master.grad is None: no decay, and the moments stand still.
+
+    Trigger: a step without any gradient on any rank. First: gradient/spill at reduce.
+    """
+
+    def reduce_scatter(self) -> None:
+        anywhere = self._sum_over_ranks(torch.tensor(float(self.has_grad)))
+        super().reduce_scatter()
+        if anywhere == 0:
+            self.master.grad = None
+
+
+class Nondeterministic(PlainZero):
+    """Bug: in about every third step rank 0 doubles its first gradient element (one, if it was zero).
+
+    Trigger: any step, by chance. First: determinism at reduce, as replays of the same case do not agree.
+    """
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        if self.rank == 0 and os.urandom(1)[0] < 85:
+            first = self._grad[:1]
+            first.copy_(torch.where(first == 0, 1.0, 2 * first))
+
+
+# Parts, the host sum, bookkeeping.
+
+
+class LostFirstPart(PlainZero):
+    """Bug: the second part of a step overwrites the first on the host.
+
+    Trigger: two parts with gradients on a rank. First: spill at reduce.
+    """
+
+    _parts = 0
+
+    def _add(self, grads: Gradients) -> None:
+        if self._parts == 1:
+            self._host_sum().zero_()
+        self._parts += 1
+        super()._add(grads)
+
+    def _release(self) -> None:
+        super()._release()
+        self._parts = 0
+
+
+class OverwritesAtWorldOne(PlainZero):
+    """Bug: the branch for a group of one copies a part where it should add it.
+
+    Trigger: world 1, two parts that have a gradient for the same parameter. First: spill at reduce.
+    """
+
+    def _add(self, grads: Gradients) -> None:
+        if self.world == 1:
+            for grad, first, last in zip(grads, self._offsets, self._offsets[1:], strict=False):
+                if grad is not None:
+                    self._host_sum()[first:last].zero_()
+        super()._add(grads)
+
+
+class OverwritesAfterLast(PlainZero):
+    """Bug: a part after one that was announced as the last replaces all that was waiting.
+
+    Trigger: collect(False) that leaves something waiting, then another part with gradients. First: spill at reduce.
+    """
+
+    _announced = False
+
+    def collect(self, more: bool) -> None:
+        if self._announced and any(p.grad is not None for p in self.params):
+            self._held = [None] * len(self.params) if self._held is not None else None
+            if self._host is not None:
+                self._host.zero_()
+        super().collect(more)
+        self._announced = self.has_grad and not more
+
+    def _release(self) -> None:
+        super()._release()
+        self._announced = False
+
+
+class CountsHeldTwice(PlainZero):
+    """Bug: the held part is added twice when it moves to the host.
+
+    Trigger: collect(False) with gradients, then another part with gradients. First: spill at reduce.
+    """
+
+    def _begin_spill(self) -> None:
+        held = self._held
+        super()._begin_spill()
+        if held is not None:
+            self._add(held)
+
+
+class HostNotZeroed(PlainZero):
+    """Bug: the host sum is not zeroed when it was consumed.
+
+    Trigger: a spilled step after an earlier spilled (or discarded) one. First: gradient/spill at reduce.
+    """
+
+    def _release(self) -> None:
+        self._held = None
+        self._spilled = False
+
+
+class DiscardKeepsSpill(PlainZero):
+    """Bug: ``discard`` forgets that there is a host sum, but does not zero it.
+
+    Trigger: a discard of a spilled step, then a spilled step. First: gradient/spill at reduce.
+    """
+
+    def discard(self) -> None:
+        self._held = None
+        self._spilled = False
+        self._clear_grads()
+        self.master.grad = None
+
+
+class DiscardKeepsHeld(PlainZero):
+    """Bug: ``discard`` does not drop held gradients. Trigger: discard of a held step. First: intake at collect."""
+
+    def discard(self) -> None:
+        held = self._held
+        super().discard()
+        self._held = held
+
+
+class DiscardKeepsMasterGrad(PlainZero):
+    """Bug: ``discard`` leaves the last step's master.grad, so that the optimizer would step again.
+
+    Trigger: a discard after a completed step. First: intake at collect (or what moves: master, moments at update).
+    """
+
+    def discard(self) -> None:
+        kept = self.master.grad
+        super().discard()
+        self.master.grad = kept
+
+
+class HostSumsInBf16(PlainZero):
+    """Bug: the host sum is rounded to bf16 after every part.
+
+    Trigger: a sum over one rank's parts of more than 8 bits. First: spill at reduce.
+    """
+
+    def _add(self, grads: Gradients) -> None:
+        super()._add(grads)
+        self._host_sum().copy_(self._host_sum().bfloat16())
+
+
+class CountsSeenGradients(PlainZero):
+    """Bug: on the host a gradient's place is counted over the gradients seen, not taken from its parameter.
+
+    Trigger: a spilled part with a None before a gradient of another size or value. First: gradient/spill at reduce.
+    """
+
+    def _add(self, grads: Gradients) -> None:
+        first = 0
+        for grad in grads:
+            if grad is not None:
+                self._host_sum()[first : first + grad.numel()] += grad.view(-1).float()
+                first += grad.numel()
+
+
+class OnlyLastPartsParameters(PlainZero):
+    """Bug: only parameters that have a gradient in a rank's last part are reduced from the host.
+
+    Trigger: a parameter with a gradient in an earlier part and None in the last that has any. First: spill at reduce.
+    """
+
+    _untouched: Sequence[Tensor | None] = ()
+
+    def _add(self, grads: Gradients) -> None:
+        super()._add(grads)
+        pairs = zip(self.params, grads, strict=True)
+        self._untouched = [torch.zeros(p.numel()) if grad is None else None for p, grad in pairs]
+
+    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
+        super()._fill_gradients(flat, start, end)
+        if self._spilled:
+            self._fill(flat, start, end, self._untouched)
+
+
+class OneNoneIsAllNone(PlainZero):
+    """Bug: a part in which any gradient is None is dropped as if all were.
+
+    Trigger: a part with some None and some not. First: intake at collect (has_grad), or spill at reduce where an
+    earlier part hides it.
+    """
+
+    def _take(self) -> Gradients:
+        grads = super()._take()
+        return [None] * len(grads) if any(grad is None for grad in grads) else grads
+
+
+class GradNotCleared(PlainZero):
+    """Bug: ``.grad`` stays on the parameters in the spill path. Trigger: a spilled part. First: intake at collect."""
+
+    def _add(self, grads: Gradients) -> None:
+        super()._add(grads)
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = grad
+
+
+class SpillsPerPart(PlainZero):
+    """Bug: ``spills`` counts moved parts, not steps.
+
+    Trigger: a step with a spilled part and another part with gradients after it. First: intake at collect.
+    """
+
+    def collect(self, more: bool) -> None:
+        if self._spilled and any(p.grad is not None for p in self.params):
+            self.spills += 1
+        super().collect(more)
+
+
+class HasGradAfterReduce(PlainZero):
+    """Bug: ``has_grad`` stays true after the reduction. Trigger: a step with a gradient. First: intake at reduce."""
+
+    _stuck = False
+
+    @property
+    def has_grad(self) -> bool:
+        return self._stuck or super().has_grad
+
+    def reduce_scatter(self) -> None:
+        self._stuck = self.has_grad
+        super().reduce_scatter()
+
+    def discard(self) -> None:
+        super().discard()
+        self._stuck = False
+
+
+class KeepsGradients(PlainZero):
+    """Bug: the held gradients stay referenced after the reduction (until the next one).
+
+    Trigger: a held step with a gradient. First: memory, at reduce or wherever it is looked for in the step.
+    """
+
+    def reduce_scatter(self) -> None:
+        self._last = self._held
+        super().reduce_scatter()
+
+
+# The norm and the clipping.
+
+
+class LocalNorm(PlainZero):
+    """Bug: the norm is not summed over ranks. Trigger: world 2, gradients on two shards. First: norm at norm."""
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return value
+
+
+class MaxOfNorms(PlainZero):
+    """Bug: the largest norm of a rank is taken for the whole.
+
+    Trigger: world 2, gradients on two shards. First: norm at norm (the ranks agree on the wrong value).
+    """
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+
+class NormSkipsLastBucket(PlainZero):
+    """Bug: the left-over bucket is not in the norm. Trigger: two buckets or more. First: norm at norm."""
+
+    def _local_sq_norm(self, grad: Tensor) -> Tensor:
+        return super()._local_sq_norm(grad[: self._starts[-2]] if len(self._cuts) > 1 else grad)
+
+
+class NormCountsNeighbour(PlainZero):
+    """Bug: pieces overlap by one in the norm, so that the first element of every piece is counted twice.
+
+    Trigger: world 2, and such an element that is not negligible. First: norm at norm.
+    """
+
+    def _local_sq_norm(self, grad: Tensor) -> Tensor:
+        firsts = [grad[self._shard(index)][:1] for index in range(len(self._cuts))]
+        again = super()._local_sq_norm(torch.cat(firsts)) if self.world > 1 else 0
+        return super()._local_sq_norm(grad) + again
+
+
+class NormOffByOneUlp(PlainZero):
+    """Bug: rank 1 has the next larger number. Trigger: world 2, finite norm. First: norm at norm (ranks disagree)."""
+
+    def grad_sq_norm(self) -> Tensor:
+        sq = super().grad_sq_norm()
+        return torch.nextafter(sq, torch.full_like(sq, torch.inf)) if self.rank == 1 else sq
+
+
+class NormOfSavedCopy(PlainZero):
+    """Bug: the norm is taken from a copy made in the reduction, so that clipping does not change it.
+
+    Trigger: active clipping. First: norm (or clip) at norm, in the second call.
+    """
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self._saved = self._grad.clone()
+
+    def _reduced(self) -> Tensor:
+        super()._reduced()
+        return self._saved
+
+
+class ClipUndone(PlainZero):
+    """Bug: the second ``grad_sq_norm`` returns the right value, but puts the unclipped gradient back.
+
+    Trigger: active clipping. First: clip at norm if looked at after the second call, else moments, master at update.
+    """
+
+    _saved: Tensor | None = None
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self._saved = None
+
+    def grad_sq_norm(self) -> Tensor:
+        sq = super().grad_sq_norm()
+        if self._saved is None:
+            self._saved = self._grad.clone()
+        else:
+            self._grad.copy_(self._saved)
+        return sq
+
+
+# Weights.
+
+
+class TruncatingRound(PlainZero):
+    """Bug: fp32 becomes bf16 toward zero. Trigger: an updated weight that rounds away. First: weights at gather."""
+
+    def _round(self, piece: Tensor) -> Tensor:
+        return super()._round((piece.view(torch.int32) & -65536).view(torch.float32))
+
+
+class StaleWeights(PlainZero):
+    """Bug: every gather sends the shard of the gather before. Trigger: a visible update. First: weights at gather."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        self._previous = self.master.detach().clone()
+
+    def _shard_to_send(self) -> Tensor:
+        stale, self._previous = self._previous, self.master.detach().clone()
+        return stale
+
+
+class GathersEverySecondStep(PlainZero):
+    """Bug: the second, fourth, ... gather does nothing. Trigger: two completed steps. First: weights at gather."""
+
+    _gathers = 0
+
+    def gather_params(self) -> None:
+        self._gathers += 1
+        if self._gathers % 2 == 1:
+            super().gather_params()
+
+
+class LastBucketNotGathered(PlainZero):
+    """Bug: the gather leaves out the last bucket. Trigger: a visible update in it. First: weights at gather."""
+
+    def _gather_order(self) -> Sequence[int]:
+        return range(len(self._cuts) - 1)
+
+
+class LastRankStale(PlainZero):
+    """Bug: the last rank takes part in the gather but does not write its weights.
+
+    Trigger: world 2, a visible update. First: weights (or agreement) at gather.
+    """
+
+    def _write_weights(self, whole: Tensor, start: int, end: int) -> None:
+        if self.world == 1 or self.rank < self.world - 1:
+            super()._write_weights(whole, start, end)
+
+
+class LostOffsetInGather(PlainZero):
+    """Bug: the rest of a parameter that begins in an earlier bucket is written over its start.
+
+    Trigger: a parameter across a bucket edge. First: weights at gather.
+    """
+
+    def _write_weights(self, whole: Tensor, start: int, end: int) -> None:
+        for p, first, last in zip(self.params, self._offsets, self._offsets[1:], strict=False):
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                p.detach().view(-1)[: high - low].copy_(whole[low - start : high - start])
+
+
+class MasterRounded(PlainZero):
+    """Bug: the gather rounds the master itself.
+
+    Trigger: two completed steps, an update with more bits than bf16 has. First: master at gather, or at the next
+    update if the master is compared only there.
+    """
+
+    def gather_params(self) -> None:
+        self.master.detach().copy_(self._round(self.master.detach()))
+        super().gather_params()
+
+
+class NewStorage(PlainZero):
+    """Bug: the gather points the parameters to new memory. Trigger: a completed step. First: storage at gather."""
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        for p in self.params:
+            p.data = p.detach().clone()
+
+
+class WritesPastTheEnd(PlainZero):
+    """Bug: the gather writes one element more than a parameter has, where the storage goes on.
+
+    Trigger: parameters with memory of somebody else behind them. First: storage at gather.
+    """
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        for p in self.params:
+            behind = p.storage_offset() + p.numel()
+            if (behind + 1) * p.element_size() <= p.untyped_storage().nbytes():
+                p.data.as_strided((1,), (1,), behind).fill_(1.0)
+
+
+# Construction.
+
+
+class GarbageInPadding(PlainZero):
+    """Bug: the padding of the master is whatever the memory held. Trigger: padding. First: ownership at build."""
+
+    def _initial_master(self) -> Tensor:
+        master = super()._initial_master()
+        for index, (start, end, padded) in enumerate(self._cuts):
+            master[self._shard(index)][max(end - start - self._piece(padded).start, 0) :] = 3.0
+        return master
+
+
+class MasterFromNeighbour(PlainZero):
+    """Bug: the master starts from the next rank's piece. Trigger: world 2. First: master (or ownership) at build."""
+
+    def _initial_master(self) -> Tensor:
+        rank, self.rank = self.rank, (self.rank + 1) % self.world
+        master = super()._initial_master()
+        self.rank = rank
+        return master
+
+
+class BucketsDoNotCover(PlainZero):
+    """Bug: the layout it shows ends before the last element. Trigger: any. First: ownership at build."""
+
+    @property
+    def buckets(self) -> list[Cut]:
+        *full, (start, end, padded) = self._cuts
+        return [*full, (start, end - 1, padded)]
+
+
+class RefusesFewElements(PlainZero):
+    """Bug: cannot be built when there are fewer elements than ranks. Trigger: N < W. First: progress at build."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        if sum(p.numel() for p in params) < world:
+            raise ValueError("fewer elements than ranks")
+        super().__init__(params, rank, world, bucket)
+
+
+# Ranks that part ways.
+
+
+class SkipsWithoutGradient(PlainZero):
+    """Bug: a rank without gradient does not take part in the reduction.
+
+    Trigger: world 2, a step in which one rank has no gradient and another has. First: progress or traffic, at reduce
+    or norm (the norm's all-reduce pairs with the others' reduction).
+    """
+
+    def reduce_scatter(self) -> None:
+        if self.world > 1 and not self.has_grad:
+            self._grad.zero_()
+            self.master.grad = self._grad
+            return
+        super().reduce_scatter()
+
+
+class OtherCollectiveOnOneRank(PlainZero):
+    """Bug: the last rank all-reduces where the others reduce-scatter; on gloo the values are right.
+
+    Trigger: world 2, any step. First: traffic at reduce.
+    """
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if 0 < self.rank == self.world - 1:
+            dist.all_reduce(flat)
+            return flat[self._piece(len(flat))]
+        return super()._reduce(flat)
+
+
+class RaisesInGather(PlainZero):
+    """Bug: the last rank raises in its second gather. Trigger: two completed steps. First: progress at gather."""
+
+    _gathers = 0
+
+    def gather_params(self) -> None:
+        self._gathers += 1
+        if self._gathers == 2 and self.rank == self.world - 1:
+            raise ValueError("planted: no gather today")
+        super().gather_params()
+
+
+class SystemExitInGather(PlainZero):
+    """Bug: the last rank leaves by sys.exit(0) in its first gather. Trigger: a step. First: progress at gather."""
+
+    def gather_params(self) -> None:
+        if self.rank == self.world - 1:
+            raise SystemExit(0)
+        super().gather_params()
+
+
+class ExitsInReduce(PlainZero):
+    """Bug: the last rank's process ends with code 0 in its second reduction.
+
+    Trigger: two completed steps. First: progress at reduce.
+    """
+
+    _reductions = 0
+
+    def reduce_scatter(self) -> None:
+        self._reductions += 1
+        if self._reductions == 2 and self.rank == self.world - 1:
+            os._exit(0)
+        super().reduce_scatter()
+
+
+class HangsInNorm(PlainZero):
+    """Bug: the last rank waits for ever in the norm. Trigger: any step. First: progress at norm, by time-out."""
+
+    def grad_sq_norm(self) -> Tensor:
+        if self.rank == self.world - 1:
+            threading.Event().wait()
+        return super().grad_sq_norm()

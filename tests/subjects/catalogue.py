@@ -1,0 +1,109 @@
+"""What the classes of ``right.py`` and ``broken.py`` are expected to come out as: plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One class of ``broken.py``.
+
+    Attributes:
+        name: The class.
+        properties: A verifier must name one of these first ...
+        stages: ... at one of these stages.
+        min_world: The smallest world in which the bug can show.
+        note: What a scenario must contain.
+        only_world: The only world in which it can show, if there is just one.
+    """
+
+    name: str
+    properties: frozenset[str]
+    stages: frozenset[str]
+    min_world: int
+    note: str
+    only_world: int | None = None
+
+
+def _broken(
+    name: str, properties: str, stages: str, min_world: int, note: str, only_world: int | None = None
+) -> Broken:
+    return Broken(name, frozenset(properties.split("|")), frozenset(stages.split("|")), min_world, note, only_world)
+
+
+BROKEN: tuple[Broken, ...] = (
+    _broken("MeanForSum", "gradient|spill", "reduce", 2, "any gradient"),
+    _broken("WrongOwner", "gradient|spill|ownership", "reduce", 2, "pieces 0 and 1 differ"),
+    _broken("WrongPieceAtWorldThree", "gradient|spill|ownership", "reduce", 3, "pieces differ", 3),
+    _broken("ReducesInBf16", "gradient|spill", "reduce", 2, "a sum of more than 8 bits"),
+    _broken("Bf16SumAtWorldThree", "spill", "reduce", 3, "a sum of one rank's parts of more than 8 bits", 3),
+    _broken("SwapsEqualBuckets", "gradient|spill", "reduce", 2, "first two buckets equally long"),
+    _broken("LostOffsetAtBucketEdge", "gradient|spill", "reduce", 1, "held step, a parameter across a bucket edge"),
+    _broken("StagingNotZeroed", "ownership", "reduce", 2, "two buckets, the last one with padding"),
+    _broken("NoStepWithoutGradients", "gradient|spill", "reduce", 1, "a step without gradient on any rank"),
+    _broken("Nondeterministic", "determinism", "reduce", 1, "any step, one in three"),
+    _broken("LostFirstPart", "spill", "reduce", 1, "two parts with gradients on a rank"),
+    _broken("OverwritesAtWorldOne", "spill", "reduce", 1, "two parts with a gradient of one parameter", 1),
+    _broken("OverwritesAfterLast", "spill", "reduce", 1, "a part with gradients after the announced last"),
+    _broken("CountsHeldTwice", "spill", "reduce", 1, "a part with gradients after a held one"),
+    _broken("HostNotZeroed", "gradient|spill", "reduce", 1, "two spilled steps"),
+    _broken("DiscardKeepsSpill", "gradient|spill", "reduce", 1, "discard of a spilled step, then a spilled step"),
+    _broken("DiscardKeepsHeld", "intake", "collect", 1, "discard of a held step"),
+    _broken("DiscardKeepsMasterGrad", "intake|master|moments", "collect|update", 1, "a discard after a completed step"),
+    _broken("HostSumsInBf16", "spill", "reduce", 1, "a sum of one rank's parts of more than 8 bits"),
+    _broken("CountsSeenGradients", "gradient|spill", "reduce", 1, "a spilled part with a None before a gradient"),
+    _broken("OnlyLastPartsParameters", "spill", "reduce", 1, "a None in the last part only, several parts"),
+    _broken("OneNoneIsAllNone", "intake|spill", "collect|reduce", 1, "a part with some None and some not"),
+    _broken("GradNotCleared", "intake", "collect", 1, "a spilled part"),
+    _broken("SpillsPerPart", "intake", "collect", 1, "a part with gradients after a spilled one"),
+    _broken("HasGradAfterReduce", "intake", "reduce", 1, "a step with a gradient"),
+    _broken("KeepsGradients", "memory", "reduce|norm|update|gather", 1, "a held step with a gradient"),
+    _broken("LocalNorm", "norm", "norm", 2, "gradients on two shards"),
+    _broken("MaxOfNorms", "norm", "norm", 2, "gradients on two shards"),
+    _broken("NormSkipsLastBucket", "norm", "norm", 1, "two buckets, a gradient in the last"),
+    _broken("NormCountsNeighbour", "norm", "norm", 2, "a piece whose first gradient is not negligible"),
+    _broken("NormOffByOneUlp", "norm", "norm", 2, "a finite norm"),
+    _broken("NormOfSavedCopy", "norm|clip", "norm", 1, "clipping active"),
+    _broken("ClipUndone", "clip|master|moments", "norm|update", 1, "clipping active"),
+    _broken("TruncatingRound", "weights", "gather", 1, "an updated weight that rounds away from zero"),
+    _broken("StaleWeights", "weights", "gather", 1, "a visible update"),
+    _broken("GathersEverySecondStep", "weights", "gather", 1, "two completed steps, a visible update"),
+    _broken("LastBucketNotGathered", "weights", "gather", 1, "a visible update in the last bucket"),
+    _broken("LastRankStale", "weights|agreement", "gather", 2, "a visible update"),
+    _broken("LostOffsetInGather", "weights", "gather", 1, "a parameter across a bucket edge"),
+    _broken("MasterRounded", "master", "gather|update", 1, "two completed steps"),
+    _broken("NewStorage", "storage", "gather", 1, "a completed step"),
+    _broken("WritesPastTheEnd", "storage", "gather", 1, "a completed step, memory behind the parameters"),
+    _broken("GarbageInPadding", "ownership", "build", 2, "padding"),
+    _broken("MasterFromNeighbour", "master|ownership", "build", 2, "pieces differ"),
+    _broken("BucketsDoNotCover", "ownership", "build", 1, "any"),
+    _broken("RefusesFewElements", "progress", "build", 2, "N < W"),
+    _broken("SkipsWithoutGradient", "progress|traffic", "reduce|norm", 2, "a gradient on some ranks only"),
+    _broken("OtherCollectiveOnOneRank", "traffic", "reduce", 2, "any step"),
+    _broken("RaisesInGather", "progress", "gather", 1, "two completed steps"),
+    _broken("SystemExitInGather", "progress", "gather", 1, "a completed step"),
+    _broken("ExitsInReduce", "progress", "reduce", 1, "two completed steps"),
+    _broken("HangsInNorm", "progress", "norm", 1, "any step; costs a whole time-out"),
+)
+
+RIGHT: tuple[str, ...] = (
+    "PlainZero",
+    "RoundsBucketUp",
+    "PadsToEightPerRank",
+    "BucketPerParameter",
+    "ReducesByAllReduce",
+    "ReducesByAllToAll",
+    "ReducesToOwner",
+    "GathersByBroadcast",
+    "GathersInFloat32",
+    "NormByVectorNorm",
+    "NormBySumOfSquares",
+    "NormByBucket",
+    "AlwaysOnHost",
+    "ReducesEveryPart",
+    "OverlapsCollectives",
+    "WalksBackward",
+    "RefusesScalars",
+    "RefusesThirdPart",
+)

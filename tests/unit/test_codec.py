@@ -1,0 +1,446 @@
+"""Case files: what is written is read back, and whatever else is read gives one line that names the field."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import CaseError, UsageError
+from harness.scenario import codec
+from harness.scenario.codec import Case, SubjectReference, decode, encode, load, load_parameters, save
+from harness.scenario.model import (
+    AdamW,
+    Build,
+    Clip,
+    Discard,
+    Domain,
+    Operation,
+    Parameter,
+    Part,
+    Scenario,
+    Step,
+    Values,
+)
+
+few = settings(max_examples=60, deadline=None, database=None)
+
+SCENARIO = Scenario(
+    world=2,
+    seed=5,
+    parameters=(Parameter("layer.weight", (3, 4)), Parameter("größe", ())),
+    values=Values(Domain.EXACT, max_k=255, exponent=-3),
+    optimizer=AdamW(),
+    operations=(Build(4), Part(False, (0, 1), ((), (1,))), Clip(0.1), Step(), Part(True, (0, 1), ((), ())), Discard()),
+)
+CASE = Case(
+    SCENARIO,
+    SubjectReference("zero.py:Zero", "/work/zero.py:Zero", {"a": 1, "b": 0.5, "c": "x", "d": None, "e": True}),
+    {"property": "gradient", "step": 0, "message": "two\nlines", "elements": [1, 2.5, None]},
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Valid cases of any form, from the data model alone."""
+    world = draw(st.integers(1, 4))
+    shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4))
+    names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=len(shapes), max_size=len(shapes), unique=True))
+    dtypes: st.SearchStrategy[Literal["bf16", "fp16", "fp32"]] = st.sampled_from(["bf16", "fp16", "fp32"])
+    parameters = [Parameter(name, shape, draw(dtypes)) for name, shape in zip(names, shapes, strict=True)]
+    parameters.append(Parameter("\x00always\x00", (2,)))
+    indices = st.lists(st.integers(0, len(parameters) - 1), max_size=2).map(tuple)
+    operations: list[Operation] = [Build(draw(st.integers(1, 2**40)))]
+    for _ in range(draw(st.integers(0, 3))):
+        for _ in range(draw(st.integers(1, 2))):
+            contributors = tuple(draw(st.integers(0, 2**31)) for _ in range(world))
+            operations.append(Part(draw(st.booleans()), contributors, tuple(draw(indices) for _ in range(world))))
+        ending: list[list[Operation]] = [
+            [Step()],
+            [Discard()],
+            [Clip(draw(st.floats(min_value=5e-324, max_value=1e308))), Step()],
+        ]
+        operations += draw(st.sampled_from(ending))
+    fraction = st.floats(0, 1, exclude_max=True)
+    scenario = Scenario(
+        world=world,
+        seed=draw(st.integers(0, 2**63 - 1)),
+        parameters=tuple(parameters),
+        values=Values(Domain.GENERAL, draw(st.integers(1, 255)), draw(st.integers(-133, 60)), draw(st.integers(0, 40))),
+        optimizer=AdamW(
+            lr=draw(st.floats(0, 10)), beta1=draw(fraction), beta2=draw(fraction), foreach=draw(st.booleans())
+        ),
+        operations=tuple(operations),
+    )
+    scalars = (
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    )
+    arguments = st.dictionaries(st.text(max_size=5), scalars | st.text(max_size=5), max_size=3)
+    subject = draw(st.none() | st.builds(SubjectReference, st.text(max_size=9), st.text(max_size=9), arguments))
+    trees = st.recursive(scalars | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+    return Case(scenario, subject, draw(st.none() | st.dictionaries(st.text(max_size=5), trees, max_size=3)))
+
+
+@few
+@given(cases())
+def test_what_is_encoded_decodes_to_the_same(case: Case) -> None:
+    data = encode(case)
+    assert decode(data) == case
+    assert encode(decode(data)) == data
+
+
+def test_a_case_file_is_plain_readable_json() -> None:
+    text = encode(CASE).decode()
+    fields = json.loads(text)
+    assert list(fields)[:2] == ["version", "system"]
+    assert (fields["version"], fields["world"], fields["operations"][2]) == (1, 2, {"op": "clip", "max_norm": 0.1})
+    assert len(text.splitlines()) == 14 + len(SCENARIO.parameters) + len(SCENARIO.operations)
+    assert text.endswith("}\n")
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The file of CASE after ``change`` to its JSON."""
+    fields = json.loads(encode(CASE))
+    change(fields)
+    return json.dumps(fields).encode()
+
+
+def complaint(data: bytes) -> str:
+    """The line that ``data`` gives."""
+    with pytest.raises(CaseError) as caught:
+        decode(data, "FILE")
+    message = str(caught.value)
+    assert message.isprintable()
+    return message
+
+
+def check_decodes_or_complains(data: bytes) -> None:
+    try:
+        case = decode(data, "FILE")
+    except CaseError as error:
+        line = str(error)
+    else:
+        assert decode(encode(case)) == case
+        return
+    assert line.startswith("FILE: ")
+    assert line.isprintable()
+
+
+def set_(*path: str | int, to: object) -> Callable[[dict[str, Any]], object]:
+    def change(fields: dict[str, Any]) -> None:
+        inner: Any = fields
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = to
+
+    return change
+
+
+def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
+    def change(fields: dict[str, Any]) -> None:
+        inner: Any = fields
+        for name in path[:-1]:
+            inner = inner[name]
+        del inner[path[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (set_("operations", 1, "none", 1, 0, to="x"), "$.operations[1].none[1][0]: expected `int`, got `str`"),
+        (set_("operations", 1, "none", 1, 0, to=2), "$.operations[1].none[1]: no such parameter"),
+        (set_("operations", 1, "more", to=1), "$.operations[1].more: expected `bool`, got `int`"),
+        (set_("operations", 1, "rank", to=1), "$.operations[1]: object contains unknown field `rank`"),
+        (
+            set_("operations", 3, "op", to="stop"),
+            "$.operations[3].op: expected one of 'build', 'part', 'clip', 'step', 'discard', got 'stop'",
+        ),
+        (delete("operations", 3, "op"), "$.operations[3]: object missing required field `op`"),
+        (delete("operations", 5), "$.operations: the last step is not finished by a step or a discard"),
+        (set_("operations", to=[]), "$.operations: expected `array` of length >= 1"),
+        (set_("operations", 2, "max_norm", to=0), "$.operations[2].max_norm: expected `float` > 0.0"),
+        (
+            set_("operations", 2, "max_norm", to=float("nan")),
+            "$.operations[2].max_norm: expected a finite number, got nan",
+        ),
+        (set_("optimizer", "lr", to=float("-inf")), "$.optimizer.lr: expected a finite number, got -inf"),
+        (set_("optimizer", "beta1", to=1), "$.optimizer.beta1: expected `float` < 1.0"),
+        (set_("optimizer", "fused", to=True), "$.optimizer: object contains unknown field `fused`"),
+        (set_("world", to=0), "$.world: expected `int` >= 1"),
+        (set_("world", to=257), "$.world: expected `int` <= 256"),
+        (set_("world", to=True), "$.world: expected `int`, got `bool`"),
+        (set_("world", to=2.0), "$.world: expected `int`, got `float`"),
+        (set_("world", to=None), "$.world: expected `int`, got `null`"),
+        (delete("world"), "$: object missing required field `world`"),
+        (set_("seed", to=-1), "$.seed: expected `int` >= 0"),
+        (set_("seed", to=10**300), "$.seed: expected `int` <= 9223372036854775807"),
+        (set_("parameters", 0, "shape", 1, to=-1), "$.parameters[0].shape[1]: expected `int` >= 0"),
+        (set_("parameters", 0, "shape", to=3), "$.parameters[0].shape: expected `array`, got `int`"),
+        (
+            set_("parameters", 0, "dtype", to="int8"),
+            "$.parameters[0].dtype: expected one of 'bf16', 'fp16', 'fp32', got 'int8'",
+        ),
+        (set_("parameters", 0, "name", to="größe"), "$.parameters: the name 'größe' is used twice"),
+        (
+            set_("parameters", 0, "name", to="\ud800"),
+            "$.parameters[0].name: expected text, got a lone surrogate in '\\ud800'",
+        ),
+        (
+            set_("values", "domain", to="x"),
+            "$.values.domain: expected one of 'exact', 'norm-exact', 'general', got 'x'",
+        ),
+        (set_("system", to="muon"), "$.system: expected one of 'zero_master', got 'muon'"),
+        (
+            set_("subject", "args", "a", to=[1]),
+            "$.subject.args[...]: expected `bool | int | float | str | null`, got `array`",
+        ),
+        (set_("subject", "args", "a", to=2**63), "$.subject.args[...]: expected `int` <= 9223372036854775807"),
+        (set_("subject", "script", to="x"), "$.subject: object contains unknown field `script`"),
+        (delete("subject", "absolute"), "$.subject: object missing required field `absolute`"),
+        (set_("failure", to="x"), "$.failure: expected `object | null`, got `str`"),
+        (set_("comment", to="x"), "$: object contains unknown field `comment`"),
+        (set_("two\nlines\x1b[31m", to=1), "$: object contains unknown field `two\\nlines\\x1b[31m`"),
+        (set_("version", to=2), "$.version: written by a newer version (2), this one reads up to 1"),
+        (set_("version", to=0), "$.version: expected 1, got 0"),
+        (set_("version", to="1"), "$.version: expected `int`, got `str`"),
+        (set_("version", to=True), "$.version: expected `int`, got `bool`"),
+        (delete("version"), "$: missing required field `version`"),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else None,
+)
+def test_a_bad_field_gives_its_path_and_what_is_wrong(change: Callable[[dict[str, Any]], object], line: str) -> None:
+    assert complaint(changed(change)) == f"FILE: {line}"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"", "expected JSON: Expecting value at line 1, column 1"),
+        (b'{"version": 1\n;}', "expected JSON: Expecting ',' delimiter at line 2, column 1"),
+        (encode(CASE)[:-3], "expected JSON: Expecting ',' delimiter at line 21, column 102"),
+        (b"[]", "$: expected an object, got an array"),
+        (b"null", "$: expected an object, got null"),
+        (b"1e999", "$: expected a finite number, got inf"),
+        (b'"\xff"', "expected UTF-8 text, got byte 0xff at 1"),
+        (b"\x80\x04K\x01.", "expected UTF-8 text, got byte 0x80 at 0"),
+        (b"[" * 100_000, "nested too deeply, expected at most 32 levels"),
+        (b"[" * 40 + b"]" * 40, f"${'[0]' * 33}: nested too deeply, expected at most 32 levels"),
+        (b'{"a": [{"b": 1, "c": 2, "b": 1}]}', "$.a[0]: the key 'b' stands twice"),
+        (b"9" * 5000, "expected numbers of 64 bits, got one of thousands of digits"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else None,
+)
+def test_what_is_no_case_at_all_gives_one_line(data: bytes, line: str) -> None:
+    assert complaint(data) == f"FILE: {line}"
+
+
+def test_a_long_line_is_cut() -> None:
+    assert len(complaint(changed(set_("x" * 10_000, to=1)))) <= 2000
+
+
+def test_a_case_error_is_bad_usage() -> None:
+    assert issubclass(CaseError, UsageError)
+    assert UsageError.exit_code == 2
+    assert str(UsageError("a\nb\x1b\u202e\udc80 ü")) == "a\\nb\\x1b\\u202e\\udc80 ü"
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    """The file of CASE with a few bytes replaced, removed, inserted or repeated."""
+    data = bytearray(encode(CASE))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data) - 1))
+        size = draw(st.integers(0, 6))
+        piece = draw(
+            st.binary(max_size=3) | st.sampled_from([b"1e999", b"NaN", b"-1", b"null", b"[[", b'"', b"\\ud800"])
+        )
+        other = draw(st.integers(0, len(data) - 1))
+        data[at : at + size] = draw(st.sampled_from([piece, bytes(data[other : other + size])]))
+    return bytes(data)
+
+
+@settings(few, max_examples=300)
+@given(mutations())
+def test_any_damage_to_a_file_gives_a_valid_case_or_one_line(data: bytes) -> None:
+    check_decodes_or_complains(data)
+
+
+@settings(few, max_examples=300)
+@given(st.data())
+def test_any_other_value_in_any_place_gives_a_valid_case_or_one_line(data: st.DataObject) -> None:
+    """Damage to the JSON rather than to its text: most of it gets past the parser."""
+    fields = json.loads(encode(CASE))
+    inner: Any = fields
+    while True:
+        keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(inner[key], dict | list) or not inner[key] or data.draw(st.integers(0, 3)) == 0:
+            break
+        inner = inner[key]
+    extremes = st.sampled_from(
+        [0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1.0, -0.0, 1e308, "", "x", "\ud800", None, True]
+    )
+    inner[key] = data.draw(extremes | st.lists(extremes, max_size=2) | st.dictionaries(st.just("op"), extremes))
+    check_decodes_or_complains(json.dumps(fields).encode())
+
+
+def test_a_case_of_an_older_version_is_migrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename_ranks(fields: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: value for name, value in fields.items() if name != "ranks"}, "world": fields["ranks"]}
+
+    def rename_size(fields: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: value for name, value in fields.items() if name != "size"}, "ranks": fields["size"]}
+
+    monkeypatch.setattr(codec, "MIGRATIONS", {0: rename_ranks, -1: rename_size})
+    fields = json.loads(encode(CASE))
+    del fields["world"]
+    assert decode(json.dumps({**fields, "version": -1, "size": 2}).encode()) == CASE
+    assert decode(json.dumps({**fields, "version": 0, "ranks": 2}).encode()) == CASE
+    line = complaint(json.dumps({**fields, "version": 0}).encode())
+    assert line == "FILE: $: no valid case of version 0: KeyError('ranks')"
+
+
+def test_a_saved_case_is_loaded_again(tmp_path: Path) -> None:
+    path = save(CASE, tmp_path / "new" / "cases", "gradient")
+    assert path.parent == tmp_path / "new" / "cases"
+    assert path.name.startswith("gradient-")
+    assert load(path) == CASE
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_saving_again_changes_nothing_and_other_content_is_never_replaced(tmp_path: Path) -> None:
+    path = save(CASE, tmp_path)
+    before = path.stat()
+    assert save(CASE, tmp_path) == path
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    other = save(Case(SCENARIO), tmp_path)
+    assert other != path
+    path.write_text("edited by hand")
+    again = save(CASE, tmp_path)
+    assert again not in (path, other)
+    assert load(again) == CASE
+    assert path.read_text() == "edited by hand"
+    assert save(CASE, tmp_path) == again
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_dangling_link_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+    name = save(CASE, tmp_path / "a").name
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / name).symlink_to(tmp_path / "nowhere")
+    path = save(CASE, tmp_path / "b")
+    assert path.name != name
+    assert load(path) == CASE
+
+
+def test_saving_at_the_same_time_gives_one_whole_file(tmp_path: Path) -> None:
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(save(CASE, tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(paths) == 8
+    assert list(tmp_path.iterdir()) == [paths[0]]
+    assert load(paths[0]) == CASE
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save(CASE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
+    endless = Scenario(1, 1, (Parameter("p", (1,)),), SCENARIO.values, AdamW(lr=float("inf")), (Build(1),))
+    with pytest.raises(ValueError, match=r"cannot be saved: case: \$.optimizer.lr: expected `float`, got `null`"):
+        save(Case(endless), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_non_finite_numbers_in_the_summary_become_null(tmp_path: Path) -> None:
+    path = save(Case(SCENARIO, None, {"actual": float("nan")}), tmp_path)
+    assert load(path).failure == {"actual": None}
+
+
+@pytest.mark.parametrize("read", [load, load_parameters])
+def test_what_cannot_be_read_gives_one_line(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(path: Path) -> str:
+        with pytest.raises(CaseError) as caught:
+            read(path)
+        assert str(caught.value).isprintable()
+        return str(caught.value)
+
+    missing = tmp_path / "missing\n.json"
+    assert line(missing) == f"{tmp_path}/missing\\n.json: no such file"
+    assert line(tmp_path) == f"{tmp_path}: expected a JSON file, got a directory"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert line(pipe) == f"{pipe}: expected a JSON file, got something that is not a regular file"
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert line(loop) == f"{loop}: Too many levels of symbolic links"
+    assert line(Path("a\0b")) == "a\\x00b: embedded null byte"
+    assert line(pipe / "x.json") == f"{pipe}/x.json: Not a directory"
+    large = tmp_path / "large.json"
+    with large.open("wb") as stream:
+        stream.truncate(codec.MAX_BYTES + 1)
+    assert line(large) == f"{large}: expected at most 16777216 bytes, got more"
+    (tmp_path / "text.json").write_bytes(b"\xff")
+    assert line(tmp_path / "text.json") == f"{tmp_path}/text.json: expected UTF-8 text, got byte 0xff at 0"
+
+    def denied(*_: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", denied)  # root, who may run these tests, is refused nothing
+    assert line(large) == f"{large}: Permission denied"
+
+
+def test_a_list_of_parameters_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('[{"name": "a", "shape": [3, 4]}, {"name": "b", "shape": []}, {"name": "c", "shape": [0]}]')
+    assert load_parameters(path) == (Parameter("a", (3, 4)), Parameter("b", ()), Parameter("c", (0,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[]", "$: expected `array` of length >= 1"),
+        ("{}", "$: expected `array`, got `object`"),
+        ('[{"name": "a", "shape": [3, "4"]}]', "$[0].shape[1]: expected `int`, got `str`"),
+        ('[{"name": "a", "shape": [-3]}]', "$[0].shape[0]: expected `int` >= 0"),
+        ('[{"name": "a", "shape": [2.5]}]', "$[0].shape[0]: expected `int`, got `float`"),
+        ('[{"name": "a", "shape": [NaN]}]', "$[0].shape[0]: expected a finite number, got nan"),
+        ('[{"name": "a"}]', "$[0]: object missing required field `shape`"),
+        ('[{"name": "", "shape": []}]', "$[0].name: expected `str` of length >= 1"),
+        ('[{"name": "a", "shape": [], "dtype": "bf16"}]', "$[0]: object contains unknown field `dtype`"),
+        ('[{"name": "a", "shape": [], "name": "b"}]', "$[0]: the key 'name' stands twice"),
+        ('[{"name": "a", "shape": []}, {"name": "a", "shape": []}]', "$[1].name: 'a' is the name of $[0] already"),
+        ('[{"name": "a", "shape": [0]}]', "$: expected 1 to 1099511627776 elements in all, got 0"),
+        (
+            '[{"name": "a", "shape": [1099511627776, 2]}]',
+            "$: expected 1 to 1099511627776 elements in all, got 2199023255552",
+        ),
+    ],
+)
+def test_a_bad_list_of_parameters_gives_one_line(text: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(CaseError) as caught:
+        load_parameters(path)
+    assert str(caught.value) == f"{path}: {line}"

@@ -1,0 +1,127 @@
+"""Presets are the real models, and the campaign on them shows what it is meant to show."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from harness.errors import UsageError
+from harness.scenario.model import Clip, Domain, Parameter, Scenario, check, steps
+from harness.scenario.presets import PRESETS, campaign, memory_estimate, parameters
+from harness.scenario.values import gradient
+
+COUNTS = {
+    "tiny-mlp": (5_898, 6),
+    "tiny-gpt": (7_872, 28),
+    "gpt2": (124_439_808, 148),
+    "qwen2.5-0.5b": (494_032_768, 290),
+    "llama-3.2-1b": (1_235_814_400, 146),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_elements_and_tensors_of_its_model(name: str) -> None:
+    listed = parameters(name)
+    assert (sum(parameter.numel for parameter in listed), len(listed)) == COUNTS[name]
+    assert len({parameter.name for parameter in listed}) == len(listed)
+    assert {parameter.dtype for parameter in listed} == {"bf16"}
+    numbers = [
+        int(number.replace(",", "")) for number in re.findall(r"[\d,]{4,}|\d+(?= tensors)", PRESETS[name].summary)
+    ]
+    assert list(COUNTS[name]) == [number for number in numbers if number in COUNTS[name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("gpt2", Parameter("transformer.wte.weight", (50257, 768))),
+        ("gpt2", Parameter("transformer.h.11.attn.c_attn.weight", (768, 2304))),
+        ("gpt2", Parameter("transformer.h.0.mlp.c_proj.bias", (768,))),
+        ("qwen2.5-0.5b", Parameter("model.layers.23.self_attn.k_proj.bias", (128,))),
+        ("qwen2.5-0.5b", Parameter("model.layers.0.mlp.down_proj.weight", (896, 4864))),
+        ("llama-3.2-1b", Parameter("model.layers.15.self_attn.v_proj.weight", (512, 2048))),
+        ("llama-3.2-1b", Parameter("model.norm.weight", (2048,))),
+        ("tiny-mlp", Parameter("4.weight", (10, 64))),
+    ],
+)
+def test_names_and_shapes_are_those_of_the_checkpoint(name: str, parameter: Parameter) -> None:
+    assert parameter in parameters(name)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"^no preset 'gpt-2', expected one of .*llama-3.2-1b; did you mean 'gpt2'\?$"):
+        parameters("gpt-2")
+
+
+def reduced(scenario: Scenario, parameter: int) -> npt.NDArray[np.float64]:
+    """The sum of all contributions of the first step, in fp64."""
+    plan = next(steps(scenario))
+    numel = scenario.parameters[parameter].numel
+    total = np.zeros(numel)
+    for part in plan.parts:
+        for contributor in part.contributors:
+            total += gradient(scenario.seed, contributor, plan.index, parameter, numel, scenario.values)
+    return total
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_campaign_is_valid_and_takes_the_three_forms_in_turn(name: str, world: int) -> None:
+    scenarios = campaign(parameters(name), world, bucket=2**25, seed=2**63 - 2, examples=7)
+    assert [check(scenario) for scenario in scenarios] == [None] * 7
+    plans = [list(steps(scenario)) for scenario in scenarios]
+    assert [len(plan) for plan in plans] == [1] * 7
+    forms = [(len(plan.parts), plan.clip is not None) for (plan,) in plans]
+    assert forms == [(1, False), (2, False), (1, True)] * 2 + [(1, False)]
+    assert len({scenario.seed for scenario in scenarios}) == 7
+    for plan in plans:
+        contributors = [contributor for part in plan[0].parts for contributor in part.contributors]
+        assert contributors == list(range(len(plan[0].parts) * world))
+        assert [part.more for part in plan[0].parts] == [True] * (len(plan[0].parts) - 1) + [False]
+    assert {(scenario.bucket, scenario.values.domain) for scenario in scenarios} == {(2**25, Domain.EXACT)}
+
+
+@pytest.mark.parametrize(("world", "form"), [(2, 0), (2, 1), (3, 0), (1, 1)])
+def test_rounding_a_sum_to_bf16_would_show(world: int, form: int) -> None:
+    scenario = campaign(parameters("tiny-gpt"), world, bucket=1000, seed=1)[form]
+    sums = reduced(scenario, 0).astype(np.float32)
+    assert ((sums.view(np.uint32) & 0xFFFF) != 0).mean() > 0.05
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", ["tiny-mlp", "tiny-gpt"])
+def test_the_clipped_scenario_really_clips(name: str, world: int) -> None:
+    scenario = campaign(parameters(name), world, bucket=1000, seed=5)[2]
+    norm = math.sqrt(sum(float(np.sum(reduced(scenario, p) ** 2)) for p in range(len(scenario.parameters))))
+    clip = next(steps(scenario)).clip
+    assert isinstance(clip, Clip)
+    assert 0.4 < clip.max_norm / norm < 0.6
+
+
+def test_the_memory_estimate_follows_its_derivation() -> None:
+    """For two bf16 elements more per rank everything grows by its formula; fixed parts cancel out."""
+    kilo = [Parameter(f"p{index}", (1000,)) for index in range(1000)]
+    for world in (1, 2, 4):
+        one = memory_estimate(kilo[:500], world, 1000)
+        two = memory_estimate(kilo, world, 1000)
+        per_element = (two - one) / 500_000 / world
+        # weights 2 and 2, gradients 2, host vector 4, reference 16, shard 16 / W, and a little for each bucket.
+        assert 26 + 16 / world <= per_element <= 26 + 16 / world + 1.1
+
+
+def test_the_memory_estimate_of_gpt2_is_near_what_was_measured() -> None:
+    """3.7 GB a rank were measured at world 2 with a prototype; an estimate refuses machines, so it is not below."""
+    estimate = memory_estimate(parameters("gpt2"), 2, 2**25)
+    assert 2 * 3.7e9 <= estimate <= 2 * 3.7e9 * 1.6
+    assert memory_estimate(parameters("gpt2"), 4, 2**25) > estimate
+    assert memory_estimate(parameters("tiny-mlp"), 2, 2**25) < 1e9
+
+
+def test_more_buckets_take_more_memory() -> None:
+    """A huge model in buckets of a few elements must not look harmless."""
+    huge = [Parameter("p", (2**30,))]
+    assert memory_estimate(huge, 2, 1) > 2 * memory_estimate(huge, 2, 2**25)

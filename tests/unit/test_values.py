@@ -1,0 +1,168 @@
+"""The values are those of a published generator, exact, traceable and quick to rebuild."""
+
+from __future__ import annotations
+
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from harness.scenario.model import Domain, Values
+from harness.scenario.values import gradient, initial_weight
+
+MASK = 2**64 - 1
+
+
+def philox4x64(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox4x64-10 as Salmon et al. define it: ten rounds, the key raised by Weyl constants between them."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(c0 * 0xD2E7470EE14C6C93, 2**64)
+        high1, low1 = divmod(c2 * 0xCA5A826395121157, 2**64)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & MASK, (k1 + 0xBB67AE8584CAA73B) & MASK
+    return [c0, c1, c2, c3]
+
+
+def draws(counter: tuple[int, int, int], key: tuple[int, int], numel: int) -> list[int]:
+    """The first 16-bit draws of a stream as the module's documentation defines them."""
+    found: list[int] = []
+    block = 1
+    while len(found) < numel:
+        for word in philox4x64((block, *counter), key):
+            found += [(word >> shift) & 0xFFFF for shift in (0, 16, 32, 48)]
+        block += 1
+    return found[:numel]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "output"),
+    [
+        (
+            (0, 0, 0, 0),
+            (0, 0),
+            [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B],
+        ),
+        (
+            (MASK, MASK, MASK, MASK),
+            (MASK, MASK),
+            [0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0],
+        ),
+        (
+            (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+            (0x452821E638D01377, 0xBE5466CF34E90C6C),
+            [0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6],
+        ),
+    ],
+)
+def test_the_hand_written_generator_gives_the_authors_known_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], output: list[int]
+) -> None:
+    """Known answers of Random123 (kat_vectors, "philox4x64 10")."""
+    assert philox4x64(counter, key) == output
+
+
+@pytest.mark.parametrize("identity", [(7, 5, 3, 2), (2**63 - 1, 2**31, 2**31, 2**31), (0, 0, 0, 0)])
+@pytest.mark.parametrize("numel", [1, 4, 5, 41])
+def test_gradients_are_those_of_the_published_generator(identity: tuple[int, int, int, int], numel: int) -> None:
+    seed, contributor, step, parameter = identity
+    values = Values(Domain.GENERAL, max_k=200, exponent=-130, spread=9)
+    integers = [((r * 401) >> 16) - 200 for r in draws((contributor, step, parameter), (seed, 0), numel)]
+    offsets = [(r * 10) >> 16 for r in draws((contributor, step, parameter), (seed, 1), numel)]
+    expected = [k * Fraction(2) ** (s - 130) for k, s in zip(integers, offsets, strict=True)]
+    found = gradient(seed, contributor, step, parameter, numel, values)
+    assert found.dtype == np.float32
+    assert [Fraction(float(x)) for x in found] == expected
+    narrow = gradient(seed, contributor, step, parameter, numel, Values(Domain.EXACT, max_k=200, exponent=-133))
+    assert [Fraction(float(x)) for x in narrow] == [k * Fraction(2) ** -133 for k in integers]
+
+
+@pytest.mark.parametrize(("dtype", "limit", "shift"), [("bf16", 255, 7), ("fp16", 2047, 10), ("fp32", 16383, 13)])
+def test_initial_weights_are_those_of_the_published_generator(dtype: str, limit: int, shift: int) -> None:
+    integers = [((r * (2 * limit + 1)) >> 16) - limit for r in draws((0, 0, 6), (11, 2), 1000)]
+    found = initial_weight(11, 6, 1000, dtype)  # type: ignore[arg-type]
+    assert found.dtype == np.float32
+    assert found.tolist() == [k * 2.0**-shift for k in integers]
+
+
+@pytest.mark.parametrize("spread", [0, 3])
+def test_a_long_parameter_continues_a_short_one(spread: int) -> None:
+    """Chunks follow one another without gap or repeat, whatever the length."""
+    values = Values(Domain.GENERAL, 255, -3, spread)
+    whole = gradient(1, 2, 3, 4, 200_003, values)
+    for numel in (0, 1, 32767, 32768, 32769, 65536, 100_001):
+        assert gradient(1, 2, 3, 4, numel, values).tobytes() == whole[:numel].tobytes()
+    late = [((r * 511) >> 16) - 255 for r in draws((2, 3, 4), (1, 0), 65600)[-64:]]
+    exact = gradient(1, 2, 3, 4, 65600, Values(Domain.EXACT, 255, 0))
+    assert exact[-64:].tolist() == late
+
+
+def test_every_identity_has_values_of_its_own() -> None:
+    """Seed, contributor, step and parameter are never mixed up: exchanging any two gives other values."""
+    values = Values(Domain.EXACT, 255, 0)
+    streams = {
+        gradient(seed, contributor, step, parameter, 16, values).tobytes()
+        for seed in range(3)
+        for contributor in range(3)
+        for step in range(3)
+        for parameter in range(3)
+    }
+    weights = {initial_weight(seed, parameter, 16, "bf16").tobytes() for seed in range(3) for parameter in range(3)}
+    assert len(streams | weights) == 3**4 + 3**2
+
+
+@pytest.mark.parametrize("max_k", [1, 2, 127, 255])
+def test_all_integers_up_to_the_limit_occur_and_no_zero_is_negative(max_k: int) -> None:
+    found = gradient(1, 0, 0, 0, 50_000, Values(Domain.EXACT, max_k, 0))
+    assert sorted(set(found.tolist())) == [float(k) for k in range(-max_k, max_k + 1)]
+    assert not np.signbit(found[found == 0]).any()
+    assert abs(found.mean()) < max_k / 50
+
+
+@pytest.mark.parametrize("values", [Values(Domain.EXACT, 255, 100), Values(Domain.GENERAL, 255, -133, 60)])
+def test_gradients_are_exact_in_bf16(values: Values) -> None:
+    """bf16 is the upper half of fp32, so the lower half is zero."""
+    found = gradient(1, 0, 0, 0, 10_000, values)
+    assert np.isfinite(found).all()
+    assert not (found.view(np.uint32) & 0xFFFF).any()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24)])
+def test_initial_weights_are_exact_in_their_dtype_and_never_negative_zero(dtype: str, bits: int) -> None:
+    found = initial_weight(3, 1, 100_000, dtype)  # type: ignore[arg-type]
+    significand, _ = np.frexp(found.astype(np.float64))
+    assert np.all(np.modf(significand * 2.0**bits)[0] == 0)
+    assert np.abs(found).max() < 2
+    assert (found == 0).any()
+    assert not np.signbit(found[found == 0]).any()
+
+
+def test_wide_weights_do_not_fit_the_narrower_dtypes() -> None:
+    """A parameter that is rounded to the dtype of another one must show it."""
+    assert (initial_weight(3, 1, 1000, "fp16").view(np.uint32) & 0xFFFF).any()
+    wide = initial_weight(3, 1, 1000, "fp32")
+    assert (wide.astype(np.float16).astype(np.float32) != wide).any()
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    values = Values(Domain.EXACT, 255, 0)
+    expected = [gradient(1, rank, 0, 0, 200_000, values).tobytes() for rank in range(4)]
+    found: list[bytes] = [b""] * 4
+
+    def rebuild(rank: int) -> None:
+        found[rank] = gradient(1, rank, 0, 0, 200_000, values).tobytes()
+
+    threads = [threading.Thread(target=rebuild, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == expected
+
+
+def test_values_beyond_bf16_are_refused() -> None:
+    assert np.isfinite(gradient(1, 0, 0, 0, 1000, Values(Domain.GENERAL, 255, 60, 60))).all()
+    with pytest.raises(ValueError, match=r"exponent 61 and spread 60 leave bf16 \(at most 120\)"):
+        gradient(1, 0, 0, 0, 1, Values(Domain.GENERAL, 255, 61, 60))
