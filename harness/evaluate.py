@@ -6,19 +6,21 @@ that sends no verdict is a violation of ``progress``, whatever its exit code, un
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, encode, read_position
+from harness.drive import trail
+from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, encode
 from harness.errors import UsageError
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport
 from harness.oracles import judge
 from harness.scenario.model import Scenario
 from harness.subjects.source import SubjectSource
-from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
+from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
 
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
@@ -112,16 +114,13 @@ class Evaluator:
         outcome = self._run(scenario.world, encode(RunScenario(self._subject, scenario)), self._timeout_s(scenario))
         if not outcome.replied:
             self._imported.discard(scenario.world)  # the next run starts fresh ranks
-        return conclude(scenario, outcome, self._position)
+        return conclude(outcome, lambda rank: trail.read(self._pool.directory, scenario.world, rank))
 
     def _run(self, world: int, task: bytes, timeout_s: float) -> Outcome:
         try:
             return self._pool.run(world, task, timeout_s=timeout_s)
         except PoolError as error:
             raise UndecidedError(str(error)) from error
-
-    def _position(self, world: int, rank: int) -> tuple[int | None, Stage]:
-        return read_position(self._pool.directory, world, rank)
 
     def _timeout_s(self, scenario: Scenario) -> float:
         if self.timeout_s is not None:
@@ -130,11 +129,12 @@ class Evaluator:
         return BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * work
 
 
-Where = Callable[[int, int], tuple[int | None, Stage]]
+Trail = tuple[int | None, Stage, tuple[Collective, ...]]
+Trails = Callable[[int], Trail]
 
 
-def conclude(scenario: Scenario, outcome: Outcome, position: Where) -> Evaluation:
-    """What all ranks' reports on one scenario mean together; ``position(world, rank)`` is where a rank was last.
+def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
+    """What all ranks' reports on one task mean together; ``trails(rank)`` is the trail that a rank left.
 
     Raises:
         UsageError, UndecidedError: see :meth:`Evaluator.evaluate`.
@@ -144,10 +144,10 @@ def conclude(scenario: Scenario, outcome: Outcome, position: Where) -> Evaluatio
     for verdict in verdicts:
         if verdict.status is RankStatus.INTERFACE:
             raise UsageError(verdict.detail or "the subject lacks the interface")
-    if len(verdicts) == scenario.world:
-        judgement = judge.merge(verdicts, scenario.world)
-    else:
-        judgement = judge.Judgement(_blame(outcome, verdicts, position), {})
+    left = [_left_behind(report, trails(report.rank)) for report in outcome.ranks if report.reply is None]
+    judgement = judge.merge([*verdicts, *left], outcome.world)
+    if left:
+        judgement = dataclasses.replace(judgement, divergence=_blame(outcome, judgement.divergence, trails))
     if judgement.divergence is not None:
         conclusion = Conclusion.VIOLATED
     elif judgement.unsupported:
@@ -188,34 +188,36 @@ def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> 
     return (divergence, *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
 
 
-def _blame(outcome: Outcome, verdicts: list[RankVerdict], position: Where) -> Divergence:
+def _left_behind(report: RankReport, left: Trail) -> RankVerdict:
+    """What is known of a rank that sent no verdict: what it reported on the way, and the trail of its calls."""
+    events = [_divergence.decode(event) for event in report.events]
+    return RankVerdict(
+        rank=report.rank,
+        status=RankStatus.SILENT,
+        divergence=events[0] if events else None,
+        collectives=left[2],
+    )
+
+
+def _blame(outcome: Outcome, found: Divergence | None, trails: Trails) -> Divergence:
     """The cause when not every rank sent a verdict.
 
-    A wrong value that a rank had seen before all else comes first. Then a rank that ended by itself (the others then
-    only lose their connections), one that raised, and last one that was still running at the time-out.
+    A difference that was seen before comes first. Then a rank that ended by itself (the others then only lose their
+    connections to it), one that raised, and last one that was still running at the time-out.
     """
-    found = [verdict.divergence for verdict in verdicts if verdict.divergence is not None]
-    found += [_divergence.decode(event) for report in outcome.ranks if report.reply is None for event in report.events]
-    values = [divergence for divergence in found if divergence.property is not Property.PROGRESS]
-    if values:
-        return min(values, key=_order)
-    died = [report for report in outcome.ranks if report.end in (RankEnd.EXITED, RankEnd.KILLED)]
+    if found is not None and found.property is not Property.PROGRESS:
+        return found
+    silent = [report for report in outcome.ranks if report.reply is None]
+    died = [report for report in silent if report.end in (RankEnd.EXITED, RankEnd.KILLED)]
+    stuck = [report for report in silent if report.end is RankEnd.TIMED_OUT]
     if died:
         first = _first_failed(outcome)
-        return _no_verdict(first if first in died else died[0], outcome.world, position)
-    if found:
-        return min(found, key=_order)
-    silent = [report for report in outcome.ranks if report.reply is None]
-    stuck = next((report for report in silent if report.end is RankEnd.TIMED_OUT), silent[0])
-    return _no_verdict(stuck, outcome.world, position)
+        return _no_verdict(first if first in died else died[0], trails)
+    return found if found is not None else _no_verdict((stuck or silent)[0], trails)
 
 
-def _order(divergence: Divergence) -> tuple[tuple[int, int], int]:
-    return divergence.when, divergence.rank or 0
-
-
-def _no_verdict(report: RankReport, world: int, position: Where) -> Divergence:
-    step, stage = position(world, report.rank)
+def _no_verdict(report: RankReport, trails: Trails) -> Divergence:
+    step, stage, _ = trails(report.rank)
     return Divergence(
         property=Property.PROGRESS,
         step=step,

@@ -119,12 +119,14 @@ class RankStatus(enum.Enum):
 
     DONE: driven to its end (with or without a divergence). RAISED: the subject raised; ``divergence`` says where.
     UNSUPPORTED: the subject raised NotImplementedError. INTERFACE: the built object lacks what the contract asks for.
+    SILENT: the rank sent no verdict; the parent put together what it left behind.
     """
 
     DONE = "done"
     RAISED = "raised"
     UNSUPPORTED = "unsupported"
     INTERFACE = "interface"
+    SILENT = "silent"
 
 
 class RankVerdict(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ the gradient that was observed, and the ranks exchange it (outside the log of co
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ from torch import Tensor
 from harness.drive import traffic
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
 from harness.drive.parameters import ComputeWeights
-from harness.drive.record import Position, Record, bits_of
+from harness.drive.record import Record, bits_of
 from harness.drive.sample import FormulaSample
-from harness.drive.shard import ShardMap
+from harness.drive.shard import Difference, ShardMap
+from harness.drive.trail import Trail
 from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import digest
@@ -63,7 +65,7 @@ class Driver:
         args: dict[str, Any],
         capabilities: Capabilities,
         scenario: Scenario,
-        position: Position,
+        trail: Trail,
     ) -> None:
         self.context = context
         self.cls = cls
@@ -72,7 +74,7 @@ class Driver:
         self.scenario = scenario
         self.rank = context.rank
         self.device = torch.device(context.device)
-        self.record = Record(context, scenario, position)
+        self.record = Record(context, scenario, trail)
 
     def run(self) -> RankVerdict:
         """Drive the scenario to its end, or to the first exception of the subject."""
@@ -106,10 +108,10 @@ class Driver:
     def _build(self) -> None:
         self.record.enter(None, Stage.BUILD)
         scenario = self.scenario
-        self.weights = ComputeWeights(scenario, self.device)
+        self.weights = self._compute_weights()
         # The reference is made first, so that what comes alive from here on is the subject's.
         self.reference = UnshardedTrainer(self.weights.initial, scenario.optimizer, self.device)
-        self.memory = LiveMemory() if self.capabilities.static_memory else None
+        self.memory = self._live_memory()
         with self._subject("__init__"):
             self.subject = self.cls(
                 self.weights.parameters, self.rank, scenario.world, bucket=scenario.bucket, **self.args
@@ -123,6 +125,12 @@ class Driver:
         if self.record.clean:
             self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
             self._compare_padding("the initial master", self.master)
+
+    def _compute_weights(self) -> ComputeWeights:
+        return ComputeWeights(self.scenario, self.device)
+
+    def _live_memory(self) -> LiveMemory | None:
+        return LiveMemory() if self.capabilities.static_memory else None
 
     def _contract_master(self) -> torch.nn.Parameter:
         missing = missing_attributes(self.subject)
@@ -238,10 +246,8 @@ class Driver:
         self._check_intake("reduce_scatter()")
         self._check_released(handed_over)
         self._set_reference_gradients(plan)
-        prop = Property.SPILL if len(plan.parts) > 1 else Property.GRADIENT
-        if self.record.clean:
-            self._compare_gradient(prop, plan)
-            self._compare_padding("master.grad", self._gradient())
+        self._compare_gradient(plan)
+        self._compare_padding("master.grad", self._gradient())
 
     def _set_reference_gradients(self, plan: StepPlan) -> None:
         gradients: list[Tensor] = []
@@ -274,33 +280,43 @@ class Driver:
             raise CannotGoOnError
         return gradient
 
-    def _compare_gradient(self, prop: Property, plan: StepPlan) -> None:
-        """Bitwise; in the general domain also within the any-order bound, with later stages then as observed."""
+    def _compare_gradient(self, plan: StepPlan) -> None:
+        """Bitwise; in the general domain also within the any-order bound, with later stages then as observed.
+
+        Collective in the general domain, so every rank comes here, whatever it has found before.
+        """
         observed = self._gradient()
-        exact = self.scenario.values.domain is not Domain.GENERAL
+        prop = Property.SPILL if len(plan.parts) > 1 else Property.GRADIENT
         if observed.shape != self.master.shape or observed.dtype != torch.float32:
             self.record.diverge(
                 prop, f"master.grad is {observed.dtype} of shape {list(observed.shape)}, not fp32 like master"
             )
-            return
-        difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
-        self.record.checked(Property.GRADIENT, difference.compared)
-        if len(plan.parts) > 1:
-            self.record.checked(Property.SPILL, difference.compared)
+            raise CannotGoOnError
+        exact = self.scenario.values.domain is not Domain.GENERAL
+        difference = Difference(0)
+        if self.record.clean:
+            difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
+            self.record.checked(Property.GRADIENT, difference.compared)
+            if len(plan.parts) > 1:
+                self.record.checked(Property.SPILL, difference.compared)
         if exact:
             self.record.judged(Oracle.EXACT)
             if difference.mismatch is not None:
                 self.record.diverge(prop, "the reduced gradient differs", difference)
-            return
-        differs = difference.mismatch is not None
-        if not self._some_rank(differs):
+        elif not self._some_rank(difference.mismatch is not None):
             self.record.judged(Oracle.ORDERED)
-            return
-        self.record.judged(Oracle.BOUND)
-        beyond = self.shard.beyond(observed, lambda index: contributions.interval(self.scenario, plan, index))
-        if beyond.mismatch is not None:
-            self.record.diverge(prop, "the reduced gradient differs by more than any order of addition can", beyond)
-        self._adopt(observed)
+        else:
+            self.record.judged(Oracle.BOUND)
+            if self.record.clean:
+                beyond = self.shard.beyond(observed, self._intervals(plan))
+                if beyond.mismatch is not None:
+                    message = "the reduced gradient differs by more than any order of addition can"
+                    self.record.diverge(prop, message, beyond)
+            self._adopt(observed)
+
+    def _intervals(self, plan: StepPlan) -> Callable[[int], contributions.Interval]:
+        """For each parameter, what its reduced gradient may be in any order of addition."""
+        return functools.cache(lambda index: contributions.interval(self.scenario, plan, index))
 
     def _some_rank(self, condition: bool) -> bool:
         """Whether the condition holds on any rank. Collective; not in the log."""
@@ -422,7 +438,7 @@ class Driver:
             return
         if self.capabilities.traffic:
             self.record.checked(Property.TRAFFIC)
-            problem = traffic.problem(self.scenario, self.record.collectives())
+            problem = traffic.problem(self.scenario, self.record.collectives)
             if problem is not None:
                 step, stage, message = problem
                 self.record.enter(step, stage)

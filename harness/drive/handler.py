@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from harness.drive.driver import Driver
-from harness.drive.record import Position
 from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_task, encode
+from harness.drive.trail import Trail
 from harness.launch.rank import RankBroken, RankContext
 from harness.subjects.load import SubjectError, capabilities, load_class
 from harness.verdict import RankStatus
@@ -21,7 +21,7 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
-    position = Position(context.directory, context.world, context.rank)
+    trail = Trail(context.directory, context.world, context.rank)
     loaded: dict[str, type] = {}
 
     def load(subject: SubjectName) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             return encode(SubjectCheck(None))
         subject = task.subject
         cls = load(subject)
-        verdict = Driver(context, cls, subject.args, capabilities(subject.path), task.scenario, position).run()
+        verdict = Driver(context, cls, subject.args, capabilities(subject.path), task.scenario, trail).run()
         payload = encode(verdict)
         if verdict.status is RankStatus.DONE:
             return payload

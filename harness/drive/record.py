@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.drive import tasks
 from harness.drive.shard import Difference
+from harness.drive.trail import Trail
 from harness.launch.rank import RankContext
+from harness.launch.tap import LoggedCollective
 from harness.scenario.model import Scenario
 from harness.scenario.situations import Situation
 from harness.verdict import (
@@ -26,46 +26,37 @@ from harness.verdict import (
 )
 
 _SHORT_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-_POSITION_LENGTH = 16
-
-
-class Position:
-    """Where a rank is, kept in a small file that outlives it: the parent reads there where a silent rank got to."""
-
-    def __init__(self, directory: Path, world: int, rank: int) -> None:
-        self._descriptor = os.open(
-            tasks.position_path(directory, world, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
-        )
-
-    def write(self, step: int | None, stage: Stage) -> None:
-        """Overwrite what stood there."""
-        text = f"{'-' if step is None else step} {stage.value}"
-        os.pwrite(self._descriptor, text.ljust(_POSITION_LENGTH).encode(), 0)
 
 
 class Record:
     """One rank's notes on one scenario. Only the first divergence counts; later ones are its consequences."""
 
-    def __init__(self, context: RankContext, scenario: Scenario, position: Position) -> None:
+    def __init__(self, context: RankContext, scenario: Scenario, trail: Trail) -> None:
         self.divergence: Divergence | None = None
         self.step: int | None = None
         self.stage = Stage.BUILD
         self._context = context
         self._scenario = scenario
-        self._position = position
+        self._trail = trail
         self._checks: dict[str, int] = {}
         self._oracle: dict[str, int] = {}
         self._situations: set[str] = set()
         self._norms: list[NormObservation] = []
         self._weights: list[WeightsObservation] = []
-        self._places: list[tuple[int | None, str]] = []  # what the labels in the log of collectives stand for
+        self._collectives: list[Collective] = []
+        trail.begin()
+        context.collectives.mirror = self._called
 
     def enter(self, step: int | None, stage: Stage) -> None:
         """From here on everything belongs to this step and stage."""
         self.step, self.stage = step, stage
-        self._places.append((step, stage.value))
-        self._context.collectives.mark(len(self._places) - 1)
-        self._position.write(step, stage)
+        self._trail.enter(step, stage)
+
+    def _called(self, call: LoggedCollective) -> None:
+        dtype = _SHORT_DTYPES.get(call.dtype, call.dtype)
+        collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value)
+        self._collectives.append(collective)
+        self._trail.call(collective)
 
     @property
     def clean(self) -> bool:
@@ -111,14 +102,10 @@ class Record:
         """Digest of all compute weights after a gather; the parent compares the ranks'."""
         self._weights.append(WeightsObservation(self.step or 0, digest))
 
-    def collectives(self) -> list[Collective]:
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
         """What the subject called so far."""
-        found = []
-        for entry in self._context.collectives.entries:
-            step, stage = self._places[entry.label] if isinstance(entry.label, int) else (None, None)
-            dtype = _SHORT_DTYPES.get(entry.dtype, entry.dtype)
-            found.append(Collective(entry.kind, dtype, entry.length, entry.group_ranks, step, stage))
-        return found
+        return tuple(self._collectives)
 
     def verdict(self, status: RankStatus, detail: str | None) -> RankVerdict:
         """Everything above, to be sent."""
@@ -131,7 +118,7 @@ class Record:
             situations=tuple(sorted(self._situations)),
             norms=tuple(self._norms),
             weights=tuple(self._weights),
-            collectives=tuple(self.collectives()),
+            collectives=self.collectives,
             detail=detail,
         )
 

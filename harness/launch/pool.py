@@ -26,13 +26,13 @@ from harness.launch import process, wire
 from harness.launch.link import ZygoteGone, ZygoteLink
 from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
 from harness.launch.private import PrivateDirectory
-from harness.launch.rankset import Member, Phase, RankSet, tail
+from harness.launch.rankset import Member, Phase, RankSet, describe_code, tail
 
 __all__ = ["Outcome", "PoolError", "RankEnd", "RankPool", "RankReport"]
 
 _START_METHODS = ("fork", "exec")
 _KILL_TIMEOUT_S = 10.0
-_STACKS_TIMEOUT_S = 1.0
+_STACKS_TIMEOUT_S = 2.0
 _MAX_QUOTED_BYTES = 8192
 # A log that grows beyond this is cut to nothing: a subject that prints without end must not fill the disk.
 _MAX_LOG_BYTES = 64 * 1024 * 1024
@@ -143,8 +143,10 @@ class RankPool:
             ranks = self._usable_set(world)
             try:
                 return self._supervise(ranks, task, timeout_s)
-            except KeyboardInterrupt:
-                # The ranks are somewhere in the task. If this is interrupted too, the next run() does it.
+            except (PoolError, ZygoteGone):
+                raise
+            except BaseException:
+                # Interrupted: the ranks are somewhere in the task. If this is too, the next run() does it.
                 self._discard(ranks)
                 raise
 
@@ -268,7 +270,7 @@ class RankPool:
                 f"here:\n{tail(member.stacks, _MAX_QUOTED_BYTES)}"
             )
         self._kill(ranks)
-        problem = member.start_error or f"its process ended with code {member.code}"
+        problem = member.start_error or f"its process ended: {describe_code(member.code)}"
         output = tail(member.log, _MAX_QUOTED_BYTES)
         self._forget(ranks)
         raise PoolError(_with_output(f"world {ranks.world}: rank {member.rank} did not start: {problem}", output))
@@ -350,18 +352,14 @@ class RankPool:
             case wire.Warmed():
                 self._warmed = True
             case wire.Unusable(reason):
-                self._fail(f"its zygote process could not start:\n{reason}")
-            case wire.Forked() | wire.NotForked() | wire.Ended() if report.group in self._by_identity:
+                self._fail(f"its zygote process cannot work:\n{reason}")
+            case wire.Forked() | wire.Ended() if report.group in self._by_identity:
                 ranks = self._by_identity[report.group]
                 member = ranks.members[report.rank]
-                match report:
-                    case wire.Forked():
-                        member.pid = report.pid
-                    case wire.NotForked():
-                        member.start_error = report.reason
-                        ranks.ended(member, 127)
-                    case wire.Ended():
-                        ranks.ended(member, report.code)
+                if isinstance(report, wire.Forked):
+                    member.pid = report.pid
+                else:
+                    ranks.ended(member, report.code)
 
     def _kill(self, ranks: RankSet) -> None:
         """End every rank of a set and wait until the zygote has reaped them all."""
@@ -384,7 +382,7 @@ class RankPool:
             self._ignore(member)
             member.channel.close()
         self._store(ranks).unlink(missing_ok=True)
-        del self._by_identity[ranks.identity]
+        self._by_identity.pop(ranks.identity, None)
         if self._sets.get(ranks.world) is ranks:
             del self._sets[ranks.world]
 
@@ -402,6 +400,8 @@ class RankPool:
             yield
         except ZygoteGone as error:
             self._fail(str(error))
+        except OSError as error:
+            raise PoolError(f"the machine refuses what the pool needs: {error}") from error
 
     def _fail(self, problem: str) -> NoReturn:
         """The pool is beyond use: end what is left of it and say why.
@@ -434,11 +434,10 @@ def _bound_logs(ranks: RankSet) -> None:
 
 def _wait_for_text(path: Path, deadline: float) -> None:
     """Wait until a file that another process was told to write has text and has stopped growing."""
-    previous = -1
-    while time.monotonic() < deadline:
+    previous, num_same = 0, 0
+    while num_same < 5 and time.monotonic() < deadline:
         size = path.stat().st_size if path.exists() else 0
-        if size > 0 and size == previous:
-            return
+        num_same = num_same + 1 if size == previous > 0 else 0
         previous = size
         time.sleep(0.01)
 

@@ -129,10 +129,7 @@ class RankSet:
             self._take_all(member, self._read(member))
         member.code = code
         if self.phase is Phase.BUSY and member.end in (None, RankEnd.REPLIED):
-            if code >= 0:
-                self._fail(member, RankEnd.EXITED, f"exit code {code}")
-            else:
-                self._fail(member, RankEnd.KILLED, describe_signal(-code))
+            self._fail(member, RankEnd.EXITED if code >= 0 else RankEnd.KILLED, describe_code(code))
         else:
             self._note_failure(member)
 
@@ -197,8 +194,11 @@ class RankSet:
             self.failed_at = time.monotonic()
 
 
-def describe_signal(number: int) -> str:
-    """``11`` as "signal 11 (SIGSEGV)"."""
+def describe_code(code: int | None) -> str:
+    """``3`` as "exit code 3", ``-11`` as "signal 11 (SIGSEGV)"."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    number = -code
     try:
         name = signal.Signals(number).name
     except ValueError:

@@ -81,6 +81,8 @@ class LoggedCollective(NamedTuple):
 class CollectiveLog:
     """The collectives this process called since :meth:`begin`, in order.
 
+    ``mirror`` is called with each entry before its collective begins, for a handler that keeps a copy elsewhere.
+
     Only the outermost call is recorded (``all_gather_object`` calls ``all_gather``), when it is made, also if it then
     raises. Calls through a group that this rank is not in do nothing and are not recorded.
     """
@@ -88,6 +90,7 @@ class CollectiveLog:
     def __init__(self) -> None:
         self.entries: list[LoggedCollective] = []
         self.label: object = None
+        self.mirror: Callable[[LoggedCollective], None] | None = None
 
     def begin(self) -> None:
         """Forget everything recorded so far, and the label."""
@@ -163,7 +166,10 @@ def _tapped(
             if tensor_name:
                 tensors = args[tensor_index] if len(args) > tensor_index else kwargs.get(tensor_name)
                 dtype, length = _measure(tensors)
-            log.entries.append(LoggedCollective(kind, dtype, length, ranks, log.label))
+            entry = LoggedCollective(kind, dtype, length, ranks, log.label)
+            log.entries.append(entry)
+            if log.mirror is not None:
+                log.mirror(entry)
         _per_thread.inside = True
         try:
             return original(*args, **kwargs)

@@ -243,7 +243,7 @@ class Warmed(msgspec.Struct, tag=True):
 
 
 class Unusable(msgspec.Struct, tag=True):
-    """From the zygote: it cannot serve, and why."""
+    """From the zygote: it could not import everything, or cannot go on, and why."""
 
     reason: str
 
@@ -256,14 +256,6 @@ class Forked(msgspec.Struct, tag=True):
     pid: int
 
 
-class NotForked(msgspec.Struct, tag=True):
-    """From the zygote: a rank could not be started, and why."""
-
-    group: int
-    rank: int
-    reason: str
-
-
 class Ended(msgspec.Struct, tag=True):
     """From the zygote: a rank has ended and was reaped; a negative code is minus the signal's number."""
 
@@ -272,7 +264,7 @@ class Ended(msgspec.Struct, tag=True):
     code: int
 
 
-Control = Configure | Fork | Kill | Dump | Warmed | Unusable | Forked | NotForked | Ended
+Control = Configure | Fork | Kill | Dump | Warmed | Unusable | Forked | Ended
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Control).decode
 

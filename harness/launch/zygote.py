@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import NoReturn
 
 import psutil
@@ -52,6 +53,7 @@ class _Zygote:
         self.control = control
         self.configuration = configuration
         self.ranks: dict[int, tuple[int, int]] = {}  # process -> (set, rank), until reaped
+        self.selector = selectors.DefaultSelector()
         self.wakeup, self.wakeup_writer = socket.socketpair()
         self.wakeup.setblocking(False)
         self.wakeup_writer.setblocking(False)
@@ -60,22 +62,25 @@ class _Zygote:
         """Warm up, then obey until the parent is gone."""
         if self.configuration.bind_to_main_thread:
             process.die_with_parent(self.configuration.parent)
-        try:
+        with self._reporting():
             self._warm_up()
-        except BaseException:  # noqa: BLE001 (passed on to the parent)
-            self._tell(wire.Unusable(traceback.format_exc()[-_MAX_REASON_CHARS:]))
-        else:
             self._tell(wire.Warmed())
         # From here on the end of the parent is noticed, and more than the kernel would is cleaned up.
         process.outlive_parent()
-        try:
+        with self._reporting():
             self._loop()
-        except BaseException:  # noqa: BLE001 (said in the log)
-            traceback.print_exc()
-        finally:
+        try:
             self._end_all()
+        finally:
             shutil.rmtree(self.configuration.directory, ignore_errors=True)
             os._exit(0)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # noqa: BLE001 (passed on to the parent)
+            self._tell(wire.Unusable(traceback.format_exc()[-_MAX_REASON_CHARS:]))
 
     def _warm_up(self) -> None:
         process.adopt_orphans()
@@ -107,11 +112,10 @@ class _Zygote:
 
     def _loop(self) -> None:
         """Handle messages and ends of children; returns when the parent is gone."""
-        selector = selectors.DefaultSelector()
-        selector.register(self.control, selectors.EVENT_READ)
-        selector.register(self.wakeup, selectors.EVENT_READ)
+        self.selector.register(self.control, selectors.EVENT_READ)
+        self.selector.register(self.wakeup, selectors.EVENT_READ)
         while os.getppid() == self.configuration.parent:
-            for key, _ in selector.select(_PARENT_CHECK_S):
+            for key, _ in self.selector.select(_PARENT_CHECK_S):
                 if key.fileobj is self.wakeup:
                     self._drain_wakeup()
                     self._reap()
@@ -129,15 +133,10 @@ class _Zygote:
     def _obey(self, message: wire.Control, descriptors: list[int]) -> None:
         match message:
             case wire.Fork():
-                try:
-                    pid = self._start(message, descriptors[0])
-                except OSError as error:
-                    self._tell(wire.NotForked(message.group, message.rank, str(error)))
-                else:
-                    self.ranks[pid] = (message.group, message.rank)
-                    self._tell(wire.Forked(message.group, message.rank, pid))
-                finally:
-                    os.close(descriptors[0])
+                pid = self._start(message, descriptors[0])
+                os.close(descriptors[0])
+                self.ranks[pid] = (message.group, message.rank)
+                self._tell(wire.Forked(message.group, message.rank, pid))
             case wire.Kill():
                 self._signal(message.group, signal.SIGKILL)
             case wire.Dump():
@@ -159,9 +158,8 @@ class _Zygote:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
-            self.control.close()
-            self.wakeup.close()
-            self.wakeup_writer.close()
+            for mine in (self.selector, self.control, self.wakeup, self.wakeup_writer):
+                mine.close()
             rank.main(descriptor)
         finally:
             os._exit(70)
@@ -191,7 +189,7 @@ class _Zygote:
             self._kill_orphans()
 
     def _kill_orphans(self) -> None:
-        """Kill adopted descendants of ended ranks; their own children come to us in turn."""
+        """Kill what ranks have started and what lost its parent since; its own children come to us in turn."""
         for child in psutil.Process().children():
             if child.pid not in self.ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -9,14 +9,16 @@ all others the intended world, and whether the goal is aimed at. Drawing passes 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar, cast
 
-from hypothesis import HealthCheck, Phase, Verbosity, find, settings
+from hypothesis import HealthCheck, Phase, Verbosity, configuration, find, settings
 from hypothesis import strategies as st
 
 from harness.scenario.aims import AIMS, ANYTHING, FREE
@@ -139,6 +141,17 @@ def turn(index: int, worlds: Sequence[int], *, bucket: int | None = None) -> Tur
     return Turn(world, goals[(lap + place * len(goals) // len(worlds)) % len(goals)])
 
 
+@contextlib.contextmanager
+def _nothing_stored() -> Iterator[None]:
+    """Hypothesis stores constants that it finds in source files under ``.hypothesis``: here where nothing can be."""
+    before = getattr(configuration, "__hypothesis_home_directory", None)
+    configuration.set_hypothesis_home_dir(os.devnull)
+    try:
+        yield
+    finally:
+        configuration.set_hypothesis_home_dir(before)
+
+
 def _find(
     condition: Callable[[_Attempt], bool],
     phases: Collection[Phase],
@@ -167,7 +180,9 @@ def _find(
         print_blob=False,
         backend="hypothesis",
     )
-    return find(strategy, condition, settings=quiet, random=Random(int.from_bytes(digest[8:], "big"))).scenario
+    random = Random(int.from_bytes(digest[8:], "big"))
+    with _nothing_stored():
+        return find(strategy, condition, settings=quiet, random=random).scenario
 
 
 def draw(

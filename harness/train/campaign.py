@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.drive.tasks import SubjectName, read_position
+from harness.drive import trail
+from harness.drive.tasks import SubjectName
 from harness.errors import UsageError
 from harness.evaluate import PRELOAD, Evaluation, UndecidedError, conclude
 from harness.launch.pool import Outcome, PoolError, RankPool
 from harness.report.result import SCHEMA, Failure, Verdict, versions
-from harness.scenario.model import AdamW, Build, Domain, Parameter, Scenario, Values
+from harness.scenario.model import AdamW
 from harness.subjects.source import SubjectSource
 from harness.train.messages import ModelSize, RunStep, StepReport, TrainSetup, decode_report, encode
 from harness.train.text import Text, load_text, require_text
@@ -242,19 +243,10 @@ def _run_steps(
         max_norm=options.max_norm,
         optimizer=options.optimizer,
     )
-    # Of the scenario only the world counts for a conclusion; the ranks know the parameters.
-    outline = Scenario(
-        world=options.world,
-        seed=options.seed,
-        parameters=(Parameter("model", ()),),
-        values=Values(Domain.GENERAL, max_k=1, exponent=0),
-        optimizer=options.optimizer,
-        operations=(Build(options.bucket),),
-    )
     for step in range(options.steps):
         task = RunStep(step, setup if step == 0 else None)
         outcome = pool.run(options.world, encode(task), timeout_s=options.step_timeout_s)
-        evaluation = conclude(outline, outcome, partial(read_position, pool.directory))
+        evaluation = conclude(outcome, partial(trail.read, pool.directory, options.world))
         tally.count(evaluation)
         reports = _reports(step, outcome, evaluation)
         record = _record(setup, step, reports, evaluation.divergence)

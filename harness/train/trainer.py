@@ -15,15 +15,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from harness.drive.driver import CannotGoOnError, Driver, clip_coefficient
+from harness.drive.driver import Driver, clip_coefficient
 from harness.drive.memory import HandedOver
 from harness.drive.parameters import ComputeWeights
-from harness.drive.record import Position, Record
-from harness.drive.shard import ShardMap
+from harness.drive.record import Record
+from harness.drive.trail import Trail
 from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.compare import compare_bits, digest
-from harness.oracles.intake import IntakeModel
-from harness.oracles.reference import UnshardedTrainer, build_adamw
+from harness.oracles.contributions import Interval
 from harness.scenario.model import Build, Clip, Domain, Operation, Parameter, Part, Scenario, Step, StepPlan, Values
 from harness.subjects.builtin import Capabilities
 from harness.subjects.load import SubjectError, capabilities, load_class
@@ -31,7 +30,7 @@ from harness.train.messages import StepReport, TrainSetup, decode_task, encode
 from harness.train.model import build_model
 from harness.train.text import draw_batch
 from harness.train.unsharded import Gradients, UnshardedModel, backward, take_gradients
-from harness.verdict import Oracle, Property, RankStatus, Stage
+from harness.verdict import Property, RankStatus
 
 
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
@@ -39,7 +38,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
 
     That function raises :class:`RankBroken` with the report when the subject ended the run.
     """
-    position = Position(context.directory, context.world, context.rank)
+    trail = Trail(context.directory, context.world, context.rank)
     drivers: list[TrainingDriver] = []
 
     def answer(message: bytes) -> bytes:
@@ -52,7 +51,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             except SubjectError as error:
                 report = StepReport(rank=context.rank, status=RankStatus.INTERFACE, detail=str(error))
                 raise RankBroken(encode(report)) from error
-            drivers.append(TrainingDriver(context, cls, capabilities(subject.path), task.setup, position))
+            drivers.append(TrainingDriver(context, cls, capabilities(subject.path), task.setup, trail))
         report = drivers[0].run_step(task.step)
         if report.status is not RankStatus.DONE:
             raise RankBroken(encode(report))
@@ -70,7 +69,7 @@ class TrainingDriver(Driver):
         cls: Callable[..., Any],
         subject: Capabilities,
         setup: TrainSetup,
-        position: Position,
+        trail: Trail,
     ) -> None:
         model = build_model(setup.size, setup.seed)
         scenario = Scenario(
@@ -81,8 +80,8 @@ class TrainingDriver(Driver):
             optimizer=setup.optimizer,
             operations=(Build(setup.bucket),),
         )
-        super().__init__(context, cls, setup.subject.args, subject, scenario, position)
-        self._position = position
+        super().__init__(context, cls, setup.subject.args, subject, scenario, trail)
+        self._trail = trail
         self._setup = setup
         self._model = model
         self._next_step = 0
@@ -91,7 +90,7 @@ class TrainingDriver(Driver):
         """Train and compare one step. Steps come in order from 0, and the first one also builds."""
         if step != self._next_step:
             raise ValueError(f"step {step} was asked for, but this rank's next step is {self._next_step}")
-        self.record = Record(self.context, self.scenario, self._position)
+        self.record = Record(self.context, self.scenario, self._trail)
         self.scenario = msgspec.structs.replace(self.scenario, operations=self._operations(step))
         self._observed: list[Gradients] = []
         self._losses: list[float] = []
@@ -114,29 +113,21 @@ class TrainingDriver(Driver):
     def _build(self) -> None:
         if self._next_step > 0:
             return
-        self.record.enter(None, Stage.BUILD)
-        self.weights = ComputeWeights(self.scenario, self.device)
-        for parameter, initial, own in zip(
-            self.weights.parameters, self.weights.initial, self._model.parameters(), strict=True
-        ):
+        super()._build()
+        self.sample = None  # a second reference is for campaigns
+        self._unsharded = UnshardedModel(build_model(self._setup.size, self._setup.seed), self.reference.weights)
+        self._compare_weights("after construction, a compute weight differs")
+
+    def _compute_weights(self) -> ComputeWeights:
+        weights = super()._compute_weights()
+        for parameter, initial, own in zip(weights.parameters, weights.initial, self._model.parameters(), strict=True):
             parameter.data.copy_(own.data)
             initial.copy_(own.data)
-        self._use(self.weights.parameters)
-        self.reference = UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
-        self._unsharded = UnshardedModel(build_model(self._setup.size, self._setup.seed), self.reference.weights)
-        self.memory = None  # what models keep alive is not told apart from what the subject keeps
-        self.sample = None
-        with self._subject("__init__"):
-            self.subject = self.cls(
-                self.weights.parameters, self.rank, self.scenario.world, bucket=self.scenario.bucket, **self.args
-            )
-        self.master = self._contract_master()
-        self.shard = ShardMap(self.scenario, self._partition(), self.rank, self.device)
-        self.intake = IntakeModel()
-        self.optimizer = build_adamw([self.master], self.scenario.optimizer)
-        self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
-        self._compare_padding("the initial master", self.master)
-        self._compare_weights("after construction, a compute weight differs")
+        self._use(weights.parameters)
+        return weights
+
+    def _live_memory(self) -> None:
+        """What models keep alive is not told apart from what the subject keeps."""
 
     def _use(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make the sharded side's model compute on the very parameters that the subject is given."""
@@ -175,28 +166,9 @@ class TrainingDriver(Driver):
         for part, (seen, wanted) in enumerate(zip(self._observed, self._unsharded.gradients[self.rank], strict=True)):
             if self.record.clean and _differing(seen, wanted) is not None:
                 self._explain(plan, part, seen, wanted)
-        if not self.record.clean:
-            # A rank that compares no gradient must not leave the others alone in the exchange that may follow.
-            raise CannotGoOnError
 
-    def _compare_gradient(self, prop: Property, plan: StepPlan) -> None:
-        observed = self._gradient()
-        if observed.shape != self.master.shape or observed.dtype != torch.float32:
-            self.record.diverge(
-                prop, f"master.grad is {observed.dtype} of shape {list(observed.shape)}, not fp32 like master"
-            )
-            return
-        difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
-        self.record.checked(prop, difference.compared)
-        if not self._some_rank(difference.mismatch is not None):
-            self.record.judged(Oracle.ORDERED)
-            return
-        # Another order of adding is no mistake: what follows is then compared from the gradient that was observed.
-        self.record.judged(Oracle.BOUND)
-        beyond = self.shard.beyond(observed, self._unsharded.interval)
-        if beyond.mismatch is not None:
-            self.record.diverge(prop, "the reduced gradient differs by more than any order of addition can", beyond)
-        self._adopt(observed)
+    def _intervals(self, plan: StepPlan) -> Callable[[int], Interval]:
+        return self._unsharded.interval
 
     def _norm(self, plan: StepPlan) -> None:
         self._numbers["unsharded_norm_squared"] = self.reference.squared_norm().value

@@ -12,5 +12,5 @@ from harness.launch.pool import RankPool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Ranks that do what :mod:`tests.ranks.handlers` says."""
-    with RankPool("tests.ranks.handlers:simple", b"the setup", grace_s=1.0) as started:
+    with RankPool("tests.ranks.handlers:simple", b"the setup", grace_s=2.0) as started:
         yield started

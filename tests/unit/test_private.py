@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import tempfile
 from pathlib import Path
@@ -40,16 +39,12 @@ def test_removal_takes_everything_and_may_be_repeated(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_the_directory_of_a_dead_process_is_removed_by_the_next(temporary: Path) -> None:
-    """A process that ended without cleaning up leaves a directory; who comes next removes that, and no others."""
+def test_a_directory_that_nobody_holds_is_removed_by_the_next(temporary: Path) -> None:
+    """A process that was killed leaves a directory and no lock; who comes next removes that, and no others."""
     living = PrivateDirectory()
     foreign = temporary / "something-else"
     foreign.mkdir()
-    child = os.fork()
-    if child == 0:
-        PrivateDirectory()
-        os._exit(0)
-    os.waitpid(child, 0)
+    PrivateDirectory().release()
     left = set(temporary.iterdir())
 
     mine = PrivateDirectory()
@@ -60,7 +55,7 @@ def test_the_directory_of_a_dead_process_is_removed_by_the_next(temporary: Path)
     mine.remove()
 
 
-def test_letting_go_leaves_the_directory(temporary: Path) -> None:
+def test_letting_go_leaves_the_directory() -> None:
     """release() is for a fork of the owner: it deletes nothing."""
     directory = PrivateDirectory()
 

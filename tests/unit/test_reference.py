@@ -289,6 +289,17 @@ def test_what_cannot_be_compared_is_refused_with_a_reason(flag: str) -> None:
     assert not build_adamw([parameter], AdamW(), **{flag: False}).param_groups[0][flag]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_every_setting_reaches_the_optimizer_and_nothing_is_left_to_torch(foreach: bool) -> None:
+    """What is None in torch's options, it chooses by device: both sides must state it."""
+    settings = AdamW(lr=0.5, beta1=0.25, beta2=0.75, eps=0.125, weight_decay=0.0625, foreach=foreach)
+
+    group = build_adamw([torch.nn.Parameter(torch.ones(2))], settings).param_groups[0]
+
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.25, 0.75), 0.125, 0.0625)
+    assert (group["foreach"], group["fused"]) == (foreach, False)
+
+
 def test_unknown_flags_are_refused() -> None:
     with pytest.raises(TypeError, match="'nesterov'"):
         build_adamw([torch.nn.Parameter(torch.ones(2))], AdamW(), nesterov=False)

@@ -1,0 +1,74 @@
+"""Where a rank is and what it has called, kept in a file that outlives it. No torch.
+
+A rank that dies or hangs sends no verdict. The parent then reads here which step and stage it had entered and which
+collectives it had called, to tell a rank that failed from those that only lost their connection to it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from harness.verdict import Collective, Stage
+
+
+class _Mark(Struct, frozen=True, tag="mark", array_like=True):
+    step: int | None
+    stage: Stage
+
+
+class _Call(Struct, frozen=True, tag="call", array_like=True):
+    collective: Collective
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(_Mark | _Call).decode
+
+
+class Trail:
+    """The rank's end: one line for each stage entered and each collective called, written at once."""
+
+    def __init__(self, directory: Path, world: int, rank: int) -> None:
+        # Append mode: after a truncation the next line begins the file.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._descriptor = os.open(_path(directory, world, rank), flags, 0o600)
+
+    def begin(self) -> None:
+        """Forget the previous scenario."""
+        os.ftruncate(self._descriptor, 0)
+
+    def enter(self, step: int | None, stage: Stage) -> None:
+        """The rank enters a stage."""
+        os.write(self._descriptor, _encode(_Mark(step, stage)) + b"\n")
+
+    def call(self, collective: Collective) -> None:
+        """The rank is about to call a collective."""
+        os.write(self._descriptor, _encode(_Call(collective)) + b"\n")
+
+
+def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tuple[Collective, ...]]:
+    """``(step, stage, collectives)``: the last stage that a rank entered in its scenario, and all it called."""
+    step: int | None = None
+    stage = Stage.BUILD
+    collectives: list[Collective] = []
+    try:
+        lines = _path(directory, world, rank).read_bytes().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            entry = _decode(line)
+        except msgspec.MsgspecError:  # the last line of a rank that was killed while it wrote
+            break
+        if isinstance(entry, _Mark):
+            step, stage = entry.step, entry.stage
+        else:
+            collectives.append(entry.collective)
+    return step, stage, tuple(collectives)
+
+
+def _path(directory: Path, world: int, rank: int) -> Path:
+    return directory / f"trail-world{world}-rank{rank}"

@@ -1,0 +1,352 @@
+"""The generator: goals are reached by construction, draws repeat, and failures shrink to something small."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+import hypothesis
+import numpy as np
+import pytest
+
+from harness.scenario.aims import AIMS, ANYTHING
+from harness.scenario.generate import draw, scenarios, shrink, turn
+from harness.scenario.model import Domain, Scenario, StepPlan, check, steps
+from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached, required
+from harness.scenario.space import Choices, draw_scenario
+from harness.scenario.values import gradient
+
+T = TypeVar("T")
+
+WORLDS = (1, 2, 3, 4)
+ROOT = Path(__file__).parents[2]
+
+
+class Recorded(Choices):
+    """Random choices, recorded."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.numbers: list[int] = []
+
+    def _number(self, low: int, high: int) -> int:
+        self.numbers.append(self._random.randint(low, high))
+        return self.numbers[-1]
+
+    def group(self, draw: Callable[[Choices], T]) -> T:
+        return draw(self)
+
+
+class Replayed(Choices):
+    """The same choices again, each of which must be allowed."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.left = list(numbers)
+
+    def _number(self, low: int, high: int) -> int:
+        assert low <= self.left[0] <= high
+        return self.left.pop(0)
+
+    def group(self, draw: Callable[[Choices], T]) -> T:
+        return draw(self)
+
+
+def random_scenario(goal: Situation, world: int, seed: int, bucket: int | None = None) -> tuple[Scenario, list[int]]:
+    choices = Recorded(Random(seed))
+    made = draw_scenario(choices, world, AIMS[goal], seed, bucket, world <= 2)
+    return made, choices.numbers
+
+
+@functools.cache
+def campaign() -> tuple[Scenario, ...]:
+    return tuple(draw(0, index, WORLDS) for index in range(300))
+
+
+def reduced_gradient(scenario: Scenario, plan: StepPlan) -> np.ndarray:
+    """Exact (fp64) sum over ranks and parts, without the factor 2**exponent; of the exact domains."""
+    total = np.zeros(scenario.numel)
+    for part in plan.parts:
+        for rank in range(scenario.world):
+            held = [
+                gradient(scenario.seed, part.contributors[rank], plan.index, index, p.numel, scenario.values)
+                * (index not in part.none[rank])
+                for index, p in enumerate(scenario.parameters)
+            ]
+            total += np.ldexp(np.concatenate(held, dtype=np.float64), -scenario.values.exponent)
+    return total
+
+
+def told_by_ranks(scenario: Scenario) -> set[Situation]:
+    """What the ranks would report of clipping and of wide sums, for the exact domains."""
+    found = set()
+    for plan in steps(scenario):
+        if plan.discard:
+            continue
+        total = reduced_gradient(scenario, plan)
+        # More than 8 significant bits: rounding to 8 changes it.
+        mantissa, _ = np.frexp(total)
+        if np.any(np.ldexp(mantissa, 8) % 1):
+            found.add(Situation.WIDE_REDUCED_VALUE)
+            if scenario.world * len(plan.parts) > 2:
+                found.add(Situation.WIDE_PARTIAL_SUM)
+        if plan.clip is not None:
+            norm = math.ldexp(math.sqrt(float(total @ total)), scenario.values.exponent)
+            active = plan.clip.max_norm / (norm + 1e-6) < 1
+            found.add(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 11])
+def test_each_goal_is_reached_by_construction(world: int) -> None:
+    for goal in (goal for goal in GOALS if can_hold(goal, world)):
+        for seed in range(30):
+            made, _ = random_scenario(goal, world, seed)
+            assert check(made) is None
+            assert goal in RUNTIME or goal in reached(made), (goal, seed)
+
+
+@pytest.mark.parametrize("bucket", [1, 7, 1024, 2**25])
+def test_each_goal_is_reached_with_a_fixed_bucket_size(bucket: int) -> None:
+    for world in (1, 3):
+        for goal in (goal for goal in GOALS if can_hold(goal, world, bucket)):
+            for seed in range(10):
+                made, _ = random_scenario(goal, world, seed, bucket)
+                assert check(made) is None
+                assert made.bucket == bucket
+                assert made.numel < 10_000
+                assert goal in RUNTIME or goal in reached(made), (goal, seed)
+
+
+@pytest.mark.parametrize("goal", sorted(RUNTIME - {Situation.WIDE_PARTIAL_SUM}, key=lambda goal: goal.value))
+def test_goals_that_only_ranks_can_tell_are_reached_by_the_values(goal: Situation) -> None:
+    for world in WORLDS:
+        for seed in range(10):
+            assert goal in told_by_ranks(random_scenario(goal, world, seed)[0]), (world, seed)
+
+
+def test_a_rank_sums_several_wide_parts_where_a_wide_partial_sum_is_the_goal() -> None:
+    for world in WORLDS:
+        for seed in range(10):
+            made, _ = random_scenario(Situation.WIDE_PARTIAL_SUM, world, seed)
+            alone = functools.partial(_of_one_rank, made)
+            assert any(alone(plan) for plan in steps(made))
+
+
+def _of_one_rank(scenario: Scenario, plan: StepPlan) -> bool:
+    """Whether rank 0's own sum over its parts needs more than 8 bits somewhere."""
+    total = np.zeros(scenario.numel)
+    for part in plan.parts:
+        for index, stop in enumerate(np.cumsum([p.numel for p in scenario.parameters])):
+            numel = scenario.parameters[index].numel
+            if index not in part.none[0]:
+                held = gradient(scenario.seed, part.contributors[0], plan.index, index, numel, scenario.values)
+                total[stop - numel : stop] += np.ldexp(held.astype(np.float64), -scenario.values.exponent)
+    return not plan.discard and bool(np.any(np.abs(total[total % 2 == 1]) > 256))
+
+
+def test_a_goal_only_narrows_choices() -> None:
+    """The choices made for a goal give the same scenario without it: so shrinking can drop the goal."""
+    for world in WORLDS:
+        for goal in (goal for goal in GOALS if can_hold(goal, world)):
+            for seed in range(5):
+                made, numbers = random_scenario(goal, world, seed)
+                replayed = Replayed(numbers)
+                assert draw_scenario(replayed, world, ANYTHING, seed, None, world <= 2) == made
+                assert not replayed.left
+
+
+def test_drawn_scenarios_are_valid_and_of_the_intended_world_and_goal() -> None:
+    for index, made in enumerate(campaign()):
+        world, goal = turn(index, WORLDS)
+        assert check(made) is None
+        assert made.world == world == WORLDS[index % 4]
+        assert goal in RUNTIME or goal in reached(made), index
+
+
+def test_a_full_campaign_reaches_every_situation_several_times_and_aims_at_each_at_several_worlds() -> None:
+    count = Counter(situation for made in campaign() for situation in reached(made))
+    assert all(count[situation] >= 5 for situation in required(WORLDS) - RUNTIME)
+    aimed = Counter(turn(index, WORLDS) for index in range(300))
+    assert all(aimed[world, goal] >= 2 for goal in GOALS for world in WORLDS if can_hold(goal, world))
+    # A short campaign starts its worlds at different goals.
+    assert len({turn(index, WORLDS).goal for index in range(40)}) > 30
+
+
+def test_no_two_ranks_or_parts_of_a_step_have_the_same_contributor() -> None:
+    for made in campaign():
+        for plan in steps(made):
+            contributors = [contributor for part in plan.parts for contributor in part.contributors]
+            assert len(set(contributors)) == made.world * len(plan.parts)
+
+
+def test_the_input_space_is_covered() -> None:
+    """What no situation stands for: domains, exponents, optimizer settings, shapes, announcements, costs."""
+    drawn = campaign()
+    values = [made.values for made in drawn]
+    assert {v.domain for v in values} == set(Domain)
+    assert all(made.world <= 2 for made in drawn if made.values.domain is Domain.GENERAL)
+    assert min(v.exponent for v in values) == -133
+    assert max(v.exponent for v in values) == 100
+    wide = [v.max_k >= 100 for v in values if v.domain is Domain.EXACT]
+    assert sum(wide) > 0.7 * len(wide)
+    assert {made.optimizer.foreach for made in drawn} == {False, True}
+    assert any(made.optimizer.beta1 == 0 for made in drawn)
+    assert any(made.optimizer.beta2 == 0 for made in drawn)
+    assert {len(p.shape) for made in drawn for p in made.parameters} >= {0, 1, 2, 3, 4, 5, 8}
+    assert any(part.more for made in drawn for plan in steps(made) if plan.discard for part in plan.parts[-1:])
+    assert not any(plan.parts[-1].more for made in drawn for plan in steps(made) if not plan.discard)
+    assert {len(list(steps(made))) for made in drawn} == set(range(1, 7))
+    assert {len(plan.parts) for made in drawn for plan in steps(made)} == {1, 2, 3, 4}
+    clipped = [plan.clip is not None for made in drawn for plan in steps(made) if not plan.discard]
+    assert 0.2 < sum(clipped) / len(clipped) < 0.8
+    num_buckets = sorted(math.ceil(made.numel / max(made.bucket, made.world)) for made in drawn)
+    assert num_buckets[len(drawn) * 8 // 10] <= 6
+
+
+def test_general_values_only_at_the_worlds_asked_for() -> None:
+    for worlds, general_worlds in (((3,), (3,)), ((1, 2), ())):
+        domains = {draw(1, index, worlds, general_worlds=general_worlds).values.domain for index in range(40)}
+        assert (Domain.GENERAL in domains) == bool(general_worlds)
+
+
+def test_worlds_are_checked() -> None:
+    for worlds in ((), (0, 1)):
+        with pytest.raises(ValueError, match="worlds: expected numbers of ranks from 1 up"):
+            draw(0, 0, worlds)
+
+
+@hypothesis.settings(max_examples=20, database=None, deadline=None)
+@hypothesis.given(scenarios((2, 3), bucket=5))
+def test_the_strategy_serves_given(made: Scenario) -> None:
+    assert check(made) is None
+    assert made.world in (2, 3)
+    assert made.bucket == 5
+
+
+PROGRAM = """
+import hashlib, sys
+if len(sys.argv) > 1:
+    sys.path.insert(0, sys.argv[1])
+    import constants
+    import hypothesis
+    hypothesis.settings.register_profile("mine", max_examples=1, derandomize=True, verbosity=hypothesis.Verbosity.debug)
+    hypothesis.settings.load_profile("mine")
+from harness.scenario.generate import draw, shrink
+drawn = [draw(7, index, (1, 2, 3, 4)) for index in range(25)]
+drawn.append(shrink(7, 3, (1, 2, 3, 4), lambda scenario: scenario.numel > 2))
+print(hashlib.sha256(repr(drawn).encode()).hexdigest())
+"""
+
+
+def test_other_processes_draw_the_same_whatever_their_hash_seed_imports_profile_and_environment(tmp_path: Path) -> None:
+    """Also: nothing but the digest is printed, and no example database appears."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "constants.py").write_text("\n".join(f"C{i} = {i}" for i in range(900)))
+    digests = []
+    for arguments, extra in (([], {"PYTHONHASHSEED": "1"}), ([str(modules)], {"PYTHONHASHSEED": "2", "CI": "true"})):
+        environment = {name: value for name, value in os.environ.items() if name != "CI"} | extra
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert ended.stderr == ""
+        digests.append(ended.stdout)
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 65
+    assert [path.name for path in tmp_path.iterdir()] == ["modules"]
+
+
+# --- shrinking
+
+
+def first_failing(fails: Callable[[Scenario], bool], start: int = 0) -> int:
+    return next(index for index in range(start, 300) if fails(campaign()[index]))
+
+
+def crosses(scenario: Scenario) -> bool:
+    return scenario.world >= 3 and Situation.PARAMETER_CROSSES_BUCKET_EDGE in reached(scenario)
+
+
+def spills_after_discard(scenario: Scenario) -> bool:
+    return any(earlier.discard and len(later.parts) > 1 for earlier, later in itertools.pairwise(steps(scenario)))
+
+
+@pytest.mark.parametrize("start", [0, 100, 200])
+def test_shrinks_a_parameter_across_buckets_of_three_ranks(start: int) -> None:
+    found = shrink(0, first_failing(crosses, start), WORLDS, crosses)
+    assert crosses(found)
+    assert found.world == 3
+    assert len(found.parameters) <= 2
+    assert found.numel <= 6
+    assert found.bucket <= 3
+    assert [len(plan.parts) for plan in steps(found)] == [1]
+    assert found.optimizer == type(found.optimizer)()
+    assert found.values.exponent == 0
+
+
+@pytest.mark.parametrize("start", [0, 100, 200])
+def test_shrinks_a_spill_after_a_discard(start: int) -> None:
+    found = shrink(0, first_failing(spills_after_discard, start), WORLDS, spills_after_discard)
+    assert found.world == 1
+    assert found.numel == 1
+    assert [len(plan.parts) for plan in steps(found)] == [1, 2]
+
+
+def test_shrinks_below_the_goal_it_was_drawn_for() -> None:
+    index = next(index for index in range(300) if turn(index, WORLDS) == (4, Situation.FIVE_STEPS))
+    found = shrink(0, index, WORLDS, lambda scenario: scenario.world >= 2)
+    assert (found.world, found.numel, len(list(steps(found)))) == (2, 1, 1)
+
+
+def test_tries_no_scenario_twice_and_not_the_first() -> None:
+    tried = [campaign()[5]]
+
+    def fails(scenario: Scenario) -> bool:
+        tried.append(scenario)
+        return scenario.numel > 3
+
+    assert shrink(0, 5, WORLDS, fails).numel == 4
+    assert len(set(tried)) == len(tried) > 3
+
+
+def test_returns_the_first_when_nothing_simpler_fails() -> None:
+    assert shrink(0, 9, WORLDS, lambda scenario: False) == campaign()[9]
+
+
+class Stop(BaseException):
+    """What a caller that has run out of time raises."""
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, OSError, AssertionError])
+def test_what_the_predicate_raises_ends_it_and_passes_through(
+    error: type[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def fails(scenario: Scenario) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise error("enough")
+        return True
+
+    with pytest.raises(error, match="enough"):
+        shrink(0, 7, WORLDS, fails)
+    assert calls == 4
+    assert capfd.readouterr() == ("", "")
+    assert draw(0, 7, WORLDS) == campaign()[7]
