@@ -43,7 +43,7 @@ REPLAYS = 4
 """How often a failing scenario is run again before it counts as failing every time."""
 
 SHRINK_S = 60.0
-"""Upper limit of the time spent on making a failing scenario smaller."""
+"""Default bound of the time spent on making a failing scenario smaller."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class CampaignOptions:
         parameters: the user's own list instead of drawn ones.
         report: where failing cases are saved.
         timeout_s: limit of one scenario; None: by its size.
+        shrink_s: upper bound of the time spent on making a failing scenario smaller.
     """
 
     subject: SubjectSource
@@ -69,6 +70,7 @@ class CampaignOptions:
     parameters: tuple[Parameter, ...] | None
     report: Path
     timeout_s: float | None
+    shrink_s: float = SHRINK_S
 
 
 class Observer(Protocol):
@@ -305,7 +307,7 @@ class _Search:
         return self.best
 
     def _shrink(self, index: int, prop: Property | None) -> None:
-        deadline = time.monotonic() + min(SHRINK_S, self._seconds_left())
+        deadline = time.monotonic() + min(self.options.shrink_s, self._seconds_left())
         tried = 0
         first = True
 

@@ -106,9 +106,10 @@ class Situation(enum.Enum):
     CLIPPING_ACTIVE = "clipping-active"
     # A clip left the gradient as it was: coefficient 1.
     CLIPPING_INACTIVE = "clipping-inactive"
-    # A sum of some, not all, of the contributions to an element that needs more than 8 significant bits.
+    # A rank's own sum, over two of its parts or more, that needs more than 8 significant bits: a spill that rounds to
+    # bf16 would change it.
     WIDE_PARTIAL_SUM = "wide-partial-sum"
-    # A reduced gradient that needs more than 8 significant bits.
+    # A reduced gradient that needs more than 8 significant bits: a reduction in bf16 would change it.
     WIDE_REDUCED_VALUE = "wide-reduced-value"
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -71,11 +71,11 @@ def campaign() -> tuple[Scenario, ...]:
     return tuple(draw(0, index, WORLDS) for index in range(300))
 
 
-def reduced_gradient(scenario: Scenario, plan: StepPlan) -> np.ndarray:
-    """Exact (fp64) sum over ranks and parts, without the factor 2**exponent; of the exact domains."""
+def exact_sum(scenario: Scenario, plan: StepPlan, ranks: Sequence[int]) -> np.ndarray:
+    """The sum (fp64) of some ranks' gradients over all parts, without the factor 2**exponent; of the exact domains."""
     total = np.zeros(scenario.numel)
     for part in plan.parts:
-        for rank in range(scenario.world):
+        for rank in ranks:
             held = [
                 gradient(scenario.seed, part.contributors[rank], plan.index, index, p.numel, scenario.values)
                 * (index not in part.none[rank])
@@ -85,19 +85,23 @@ def reduced_gradient(scenario: Scenario, plan: StepPlan) -> np.ndarray:
     return total
 
 
+def is_wide(total: np.ndarray) -> bool:
+    """Whether some element needs more than 8 significant bits."""
+    mantissa, _ = np.frexp(total)
+    return bool(np.any(np.ldexp(mantissa, 8) % 1))
+
+
 def told_by_ranks(scenario: Scenario) -> set[Situation]:
-    """What the ranks would report of clipping and of wide sums, for the exact domains."""
+    """What the ranks would report, for the exact domains."""
     found = set()
     for plan in steps(scenario):
         if plan.discard:
             continue
-        total = reduced_gradient(scenario, plan)
-        # More than 8 significant bits: rounding to 8 changes it.
-        mantissa, _ = np.frexp(total)
-        if np.any(np.ldexp(mantissa, 8) % 1):
+        total = exact_sum(scenario, plan, range(scenario.world))
+        if is_wide(total):
             found.add(Situation.WIDE_REDUCED_VALUE)
-            if scenario.world * len(plan.parts) > 2:
-                found.add(Situation.WIDE_PARTIAL_SUM)
+        if len(plan.parts) > 1 and is_wide(exact_sum(scenario, plan, [0])):
+            found.add(Situation.WIDE_PARTIAL_SUM)
         if plan.clip is not None:
             norm = math.ldexp(math.sqrt(float(total @ total)), scenario.values.exponent)
             active = plan.clip.max_norm / (norm + 1e-6) < 1
@@ -126,31 +130,11 @@ def test_each_goal_is_reached_with_a_fixed_bucket_size(bucket: int) -> None:
                 assert goal in RUNTIME or goal in reached(made), (goal, seed)
 
 
-@pytest.mark.parametrize("goal", sorted(RUNTIME - {Situation.WIDE_PARTIAL_SUM}, key=lambda goal: goal.value))
+@pytest.mark.parametrize("goal", sorted(RUNTIME, key=lambda goal: goal.value))
 def test_goals_that_only_ranks_can_tell_are_reached_by_the_values(goal: Situation) -> None:
     for world in WORLDS:
         for seed in range(10):
             assert goal in told_by_ranks(random_scenario(goal, world, seed)[0]), (world, seed)
-
-
-def test_a_rank_sums_several_wide_parts_where_a_wide_partial_sum_is_the_goal() -> None:
-    for world in WORLDS:
-        for seed in range(10):
-            made, _ = random_scenario(Situation.WIDE_PARTIAL_SUM, world, seed)
-            alone = functools.partial(_of_one_rank, made)
-            assert any(alone(plan) for plan in steps(made))
-
-
-def _of_one_rank(scenario: Scenario, plan: StepPlan) -> bool:
-    """Whether rank 0's own sum over its parts needs more than 8 bits somewhere."""
-    total = np.zeros(scenario.numel)
-    for part in plan.parts:
-        for index, stop in enumerate(np.cumsum([p.numel for p in scenario.parameters])):
-            numel = scenario.parameters[index].numel
-            if index not in part.none[0]:
-                held = gradient(scenario.seed, part.contributors[0], plan.index, index, numel, scenario.values)
-                total[stop - numel : stop] += np.ldexp(held.astype(np.float64), -scenario.values.exponent)
-    return not plan.discard and bool(np.any(np.abs(total[total % 2 == 1]) > 256))
 
 
 def test_a_goal_only_narrows_choices() -> None:
@@ -286,7 +270,7 @@ def spills_after_discard(scenario: Scenario) -> bool:
     return any(earlier.discard and len(later.parts) > 1 for earlier, later in itertools.pairwise(steps(scenario)))
 
 
-@pytest.mark.parametrize("start", [0, 100, 200])
+@pytest.mark.parametrize("start", [0, 200])
 def test_shrinks_a_parameter_across_buckets_of_three_ranks(start: int) -> None:
     found = shrink(0, first_failing(crosses, start), WORLDS, crosses)
     assert crosses(found)
@@ -299,7 +283,7 @@ def test_shrinks_a_parameter_across_buckets_of_three_ranks(start: int) -> None:
     assert found.values.exponent == 0
 
 
-@pytest.mark.parametrize("start", [0, 100, 200])
+@pytest.mark.parametrize("start", [0, 200])
 def test_shrinks_a_spill_after_a_discard(start: int) -> None:
     found = shrink(0, first_failing(spills_after_discard, start), WORLDS, spills_after_discard)
     assert found.world == 1
@@ -325,7 +309,7 @@ def test_tries_no_scenario_twice_and_not_the_first() -> None:
 
 
 def test_returns_the_first_when_nothing_simpler_fails() -> None:
-    assert shrink(0, 9, WORLDS, lambda scenario: False) == campaign()[9]
+    assert shrink(0, 7, WORLDS, lambda scenario: False) == campaign()[7]
 
 
 class Stop(BaseException):

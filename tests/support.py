@@ -1,0 +1,78 @@
+"""What several tests share: campaigns over the subjects of tests/subjects on ranks that stay warm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.launch.pool import RankPool
+from harness.report.result import Result
+from harness.runner import CampaignOptions, replay_case, run_campaign
+from harness.scenario import codec
+from harness.scenario.model import Scenario
+from harness.subjects import source
+
+SUBJECTS = Path(__file__).parent / "subjects"
+
+
+class Silent:
+    """An observer that shows nothing."""
+
+    def started(self, options: CampaignOptions) -> None: ...
+
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None: ...
+
+    def shrinking(self, tried: int, best: Scenario) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Campaigns:
+    """Runs campaigns and replays on one pool; failing cases go to ``report``."""
+
+    def __init__(self, pool: RankPool, report: Path) -> None:
+        self.pool = pool
+        self.report = report
+
+    def run(
+        self,
+        subject: str,
+        *,
+        worlds: tuple[int, ...],
+        examples: int,
+        seed: int = 5,
+        timeout_s: float | None = None,
+        shrink_s: float = 5.0,
+    ) -> Result:
+        """A campaign over ``FILE.py:Class`` of tests/subjects, or over a built-in name."""
+        options = self._options(subject, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s)
+        return run_campaign(options, Silent(), self.pool)
+
+    def replay(self, case: Path, subject: str) -> Result:
+        """One saved case, on a subject given in the same way."""
+        loaded = codec.load(case)
+        options = self._options(subject, (loaded.scenario.world,), 0, None, examples=1, shrink_s=0.0)
+        return replay_case(loaded, case, options, Silent(), self.pool)
+
+    def _options(
+        self,
+        subject: str,
+        worlds: tuple[int, ...],
+        seed: int,
+        timeout_s: float | None,
+        *,
+        examples: int,
+        shrink_s: float,
+    ) -> CampaignOptions:
+        return CampaignOptions(
+            subject=source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject),
+            worlds=worlds,
+            backend="gloo",
+            seed=seed,
+            examples=examples,
+            seconds=None,
+            bucket=None,
+            parameters=None,
+            report=self.report,
+            timeout_s=timeout_s,
+            shrink_s=shrink_s,
+        )
