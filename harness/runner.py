@@ -187,7 +187,7 @@ def replay_case(
                 reason = "nothing was compared"
     except UndecidedError as error:
         reason = str(error)
-    return _result(options, tally, found, reason, interrupted=False, saved=path)
+    return _result(options, tally, found, reason, interrupted=False, replayed=(case, path))
 
 
 def _ranks(options: CampaignOptions, pool: RankPool | None) -> AbstractContextManager[RankPool]:
@@ -390,9 +390,10 @@ def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
     if not tally.checks[Property.WEIGHTS.value] and not tally.checks[Property.INTAKE.value]:
         return "nothing was compared"
     full = tally.num_run + tally.discarded >= FULL_CAMPAIGN and {3, 4} <= set(options.worlds)
-    if not full or options.parameters is not None or options.bucket is not None:
+    if not full or options.parameters is not None:
         return None
-    missing = [situation.value for situation in required(options.worlds) if not tally.reached[situation.value]]
+    wanted = required(options.worlds, options.bucket)
+    missing = [situation.value for situation in Situation if situation in wanted and not tally.reached[situation.value]]
     if missing and not tally.discarded:
         return f"a full campaign never reached: {', '.join(missing)}"
     unchecked = [prop.value for prop in APPLICABLE if not tally.checks[prop.value]]
@@ -407,7 +408,7 @@ def _result(
     found: _Found | None,
     reason: str | None,
     interrupted: bool,
-    saved: Path | None = None,
+    replayed: tuple[codec.Case, Path] | None = None,
 ) -> Result:
     elapsed = tally.elapsed
     per_world = {
@@ -428,30 +429,42 @@ def _result(
         properties={prop.value: tally.checks[prop.value] for prop in Property},
         reached={situation.value: tally.reached[situation.value] for situation in Situation},
         versions=results.versions(),
-        failure=None if found is None else _failure(options, found, saved),
+        failure=None if found is None else _failure(options, found, replayed),
         reason=reason,
         interrupted=interrupted,
     )
 
 
-def _failure(options: CampaignOptions, found: _Found, saved: Path | None) -> Failure:
+def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case, Path] | None) -> Failure:
     divergence = found.evaluation.divergence
     if divergence is None:
         raise ValueError("a violation without a divergence")
     summary = {key: value for key, value in msgspec.to_builtins(divergence).items() if value is not None}
     subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
-    path: Path | None = saved
+    path: Path | None = None
     note = ""
-    if path is None:
+    if replayed is not None:
+        named, path = replayed[0].subject, replayed[1]
+    else:
+        named = subject
         try:
             path = codec.save(codec.Case(found.scenario, subject, summary), options.report)
-        except (OSError, UsageError) as error:
+        except (OSError, ValueError) as error:
             note = f" (the case could not be saved: {error})"
-    replay = None if path is None else f"python -m harness replay {shlex.quote(os.fspath(path))}"
-    fields = {**summary, "message": divergence.message + note}
     return Failure(
-        **fields,
+        **{**summary, "message": divergence.message + note},
         output=found.evaluation.output or None,
         case=None if path is None else os.fspath(path),
-        replay=replay,
+        replay=None if path is None else _replay_command(options, path, same_subject=named == subject),
     )
+
+
+def _replay_command(options: CampaignOptions, path: Path, *, same_subject: bool) -> str:
+    words = ["python", "-m", "harness", "replay", os.fspath(path)]
+    if not same_subject:
+        words += ["--subject", options.subject.given]
+        for name, value in options.subject.args.items():
+            words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]
+    if options.backend != "gloo":
+        words += ["--backend", options.backend]
+    return shlex.join(words)

@@ -400,6 +400,22 @@ def test_squares_neither_overflow_nor_vanish(value: float, expected: float) -> N
     assert zero.grad_sq_norm().item() == expected
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_tensors_longer_than_the_chunks_they_are_converted_in_are_summed_whole(strided: bool) -> None:
+    """Sums and squares in chunks of 2**18 elements: two full ones and a short one, in parameters of 2 and 1 chunks."""
+    params = parameters([(3, 100_001), (250_000,)], strided=strided)
+    zero = ZeroMaster(params, 0, 1, bucket=300_000)
+    total = torch.zeros(zero.N)
+    for seed in range(3):
+        total += flat(fill_grads(params, seed))
+        zero.collect(more=True)
+    zero.reduce_scatter()
+
+    assert 2 * 2**18 < zero.N < 3 * 2**18
+    assert same_bits(zero.grad_buf, total)
+    assert zero.grad_sq_norm().item() == total.double().square().sum().item()
+
+
 # Weights
 
 

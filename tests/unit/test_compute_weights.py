@@ -1,0 +1,216 @@
+"""The compute weights a subject is given: right values, storages of their own, and no stray write unnoticed."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.drive.memory import LiveMemory
+from harness.drive.parameters import DTYPES, ComputeWeights
+from harness.scenario import values
+from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
+
+PARAMETERS = (
+    Parameter("matrix", (3, 5)),
+    Parameter("scalar", (), "fp32"),
+    Parameter("empty", (0, 2)),
+    Parameter("half", (2, 2, 2), "fp16"),
+    Parameter("vector", (4,)),
+)
+GUARD = 32  # elements beside each parameter that must be watched
+
+
+def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) -> ComputeWeights:
+    scenario = Scenario(
+        world=1,
+        seed=seed,
+        parameters=parameters,
+        values=Values(Domain.EXACT, 3, 0),
+        optimizer=AdamW(),
+        operations=(Build(8), Part(False, (0,), ((),)), Step()),
+    )
+    return ComputeWeights(scenario, torch.device("cpu"))
+
+
+def storage_of(parameter: Tensor) -> Tensor:
+    """All elements of the storage that a parameter lies in."""
+    return torch.tensor([], dtype=parameter.dtype).set_(parameter.untyped_storage())  # type: ignore[call-overload,no-any-return]
+
+
+# --- what a subject is given ------------------------------------------------------------------------------------------
+
+
+def test_parameters_hold_the_scenarios_initial_weights() -> None:
+    weights = weights_of()
+
+    for index, (made, wanted) in enumerate(zip(weights.parameters, PARAMETERS, strict=True)):
+        drawn = torch.from_numpy(values.initial_weight(3, index, wanted.numel, wanted.dtype))
+        assert isinstance(made, nn.Parameter)
+        assert (made.shape, made.dtype) == (wanted.shape, DTYPES[wanted.dtype])
+        assert torch.equal(made.detach().float().view(-1), drawn)
+        assert made.requires_grad
+        assert made.is_leaf
+        assert made.is_contiguous()
+
+
+def test_the_seed_decides_the_weights() -> None:
+    assert not torch.equal(weights_of(seed=3).parameters[0], weights_of(seed=4).parameters[0])
+
+
+def test_parameters_are_aligned_as_plain_allocations_and_share_no_storage() -> None:
+    weights = weights_of()
+
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in weights.parameters)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in weights.parameters}
+    assert len(storages) == len(PARAMETERS)
+
+
+def test_the_reference_starts_from_copies() -> None:
+    weights = weights_of()
+    before = [initial.clone() for initial in weights.initial]
+
+    for parameter in weights.parameters:
+        parameter.detach().fill_(7)
+
+    for parameter, initial, wanted in zip(weights.parameters, weights.initial, before, strict=True):
+        assert torch.equal(initial, wanted)
+        assert (initial.dtype, initial.shape) == (parameter.dtype, parameter.shape)
+
+
+def test_everything_kept_alive_is_listed() -> None:
+    """What is measured as the subject's must not hold the harness's own tensors."""
+    gc.collect()
+    memory = LiveMemory()
+    weights = weights_of()
+
+    assert memory.since([]) > 0
+    assert memory.since(weights.tensors()) == 0
+
+
+# --- what must stay as it is ------------------------------------------------------------------------------------------
+
+
+def test_a_right_gather_is_no_problem() -> None:
+    weights = weights_of()
+    assert weights.problem() is None
+
+    for parameter in weights.parameters:
+        parameter.detach().view(-1).copy_(torch.full((parameter.numel(),), math.inf))
+        parameter.grad = torch.ones_like(parameter)
+
+    assert weights.problem() is None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, math.nan])
+@pytest.mark.parametrize("index", range(len(PARAMETERS)), ids=[parameter.name for parameter in PARAMETERS])
+def test_a_write_next_to_a_parameter_is_found_beside_the_right_one(index: int, value: float) -> None:
+    """Each of the 32 elements before and behind it, also beside an empty one, in parameters of several dtypes."""
+    weights = weights_of()
+    storage = storage_of(weights.parameters[index])
+    assert storage.numel() == PARAMETERS[index].numel + 2 * GUARD
+    for distance in range(GUARD):
+        for place in (GUARD - 1 - distance, storage.numel() - GUARD + distance):
+            before = float(storage[place])
+            storage[place] = value
+            problem = weights.problem()
+            storage[place] = before
+
+            assert problem is not None
+            assert problem[0] == index
+            assert "next to the parameter" in problem[1]
+    assert weights.problem() is None
+
+
+def test_of_several_overrun_parameters_the_first_is_named() -> None:
+    weights = weights_of()
+    for index in (4, 1, 3):
+        storage_of(weights.parameters[index])[-1] = 0
+
+    problem = weights.problem()
+
+    assert problem is not None
+    assert problem[0] == 1
+
+
+@pytest.mark.parametrize("index", [0, 1, 3, 4])
+def test_another_storage_is_found(index: int) -> None:
+    weights = weights_of()
+    weights.parameters[index].data = weights.parameters[index].data.clone()
+
+    problem = weights.problem()
+
+    assert problem is not None
+    assert problem[0] == index
+    assert "another storage" in problem[1]
+
+
+def test_exchanged_storages_are_found() -> None:
+    """Both parameters look right for themselves: same size, still in one of the storages that were handed over."""
+    weights = weights_of((Parameter("one", (4,)), Parameter("other", (4,))))
+    one, other = weights.parameters
+    one.data, other.data = other.data, one.data
+
+    problem = weights.problem()
+
+    assert problem is not None
+    assert problem[0] == 0
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def as_half(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.float16)
+
+
+def cut_short(tensor: Tensor) -> Tensor:
+    return tensor[:2]
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    return tensor.view(-1)
+
+
+@pytest.mark.parametrize("changed", [transposed, as_half, cut_short, flattened])
+def test_another_shape_stride_or_dtype_over_the_same_storage_is_found(changed: Callable[[Tensor], Tensor]) -> None:
+    weights = weights_of()
+    weights.parameters[0].data = changed(weights.parameters[0].data)
+
+    problem = weights.problem()
+
+    assert problem is not None
+    assert problem[0] == 0
+
+
+def test_a_write_to_the_frozen_parameter_is_found() -> None:
+    """It belongs to no parameter of the scenario, so none is named."""
+    for element in range(17):
+        weights = weights_of()
+        frozen = weights.tensors()[-1]
+        assert all(frozen is not parameter for parameter in weights.parameters)
+        assert frozen.shape == (17,)
+        frozen[element] = math.nan
+
+        problem = weights.problem()
+
+        assert problem is not None
+        assert problem[0] is None
+        assert "frozen" in problem[1]
+
+
+def test_a_moved_storage_is_told_before_what_was_written() -> None:
+    """The write beside the old storage is the consequence."""
+    weights = weights_of()
+    storage_of(weights.parameters[0])[0] = 0
+    weights.parameters[4].data = weights.parameters[4].data.clone()
+
+    problem = weights.problem()
+
+    assert problem is not None
+    assert problem[0] == 4

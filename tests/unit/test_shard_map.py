@@ -1,0 +1,402 @@
+"""Shard positions in parameter coordinates: every small layout, element by element, against counting on fingers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.drive import shard as shard_module
+from harness.drive.shard import Difference, ShardMap
+from harness.oracles.contributions import Interval
+from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
+from harness.scenario.partition import Partition
+
+CPU = torch.device("cpu")
+NAN = math.nan
+
+# Scalars, empty parameters at the ends and between others, one parameter alone, several of a bucket's size.
+SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((1,),),
+    ((), (2, 2), ()),
+    ((0,), (5,), (0, 3), (0,), (2, 2), (0,)),
+    ((13,),),
+    ((3,), (3,), (3,)),
+    ((2, 1, 2), (7,), (1,)),
+)
+
+# Layouts that only a subject states, of 9 elements over 2 ranks: other orders, padding inside, empty buckets.
+STATED: tuple[tuple[tuple[int, int, int], ...], ...] = (
+    ((4, 9, 6), (0, 4, 4)),
+    ((8, 9, 2), (4, 8, 4), (0, 4, 8)),
+    ((3, 6, 4), (0, 3, 4), (6, 9, 8)),
+    ((0, 0, 0), (6, 9, 10), (6, 6, 2), (0, 6, 6), (9, 9, 4)),
+)
+
+
+class Element(NamedTuple):
+    """One flat element: where it belongs and where it lies."""
+
+    flat: int
+    parameter: int
+    element: int
+    bucket: int
+    owner: int
+    position: int  # in the owner's shard
+
+
+class Case(NamedTuple):
+    """One layout with its model: all elements in flat order, and for each rank the padding positions of its shard."""
+
+    scenario: Scenario
+    partition: Partition
+    elements: list[Element]
+    padding: list[list[int]]
+
+    def shard_map(self, rank: int) -> ShardMap:
+        return ShardMap(self.scenario, self.partition, rank, CPU)
+
+    def owned(self, rank: int) -> list[Element]:
+        """A rank's elements in the order of its shard."""
+        return sorted((e for e in self.elements if e.owner == rank), key=lambda e: e.position)
+
+    def parameters(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Every element holds its flat index plus one."""
+        flat = torch.arange(1, self.partition.numel + 1, dtype=dtype)
+        sizes = [parameter.numel for parameter in self.scenario.parameters]
+        return [
+            part.clone().view(parameter.shape)
+            for part, parameter in zip(flat.split(sizes), self.scenario.parameters, strict=True)
+        ]
+
+    def shard(self, rank: int) -> Tensor:
+        """The rank's elements of :meth:`parameters`; padding is nan, so that reading it shows."""
+        made = torch.full((self.partition.shard_len,), NAN)
+        for element in self.owned(rank):
+            made[element.position] = element.flat + 1
+        return made
+
+
+def scenario_of(shapes: tuple[tuple[int, ...], ...], world: int, bucket: int) -> Scenario:
+    return Scenario(
+        world=world,
+        seed=0,
+        parameters=tuple(Parameter(f"p{index}", shape) for index, shape in enumerate(shapes)),
+        values=Values(Domain.EXACT, 3, 0),
+        optimizer=AdamW(),
+        operations=(Build(bucket), Part(False, tuple(range(world)), ((),) * world), Step()),
+    )
+
+
+def case_of(scenario: Scenario, partition: Partition) -> Case:
+    """The model: walk through every position of every bucket, one at a time."""
+    coordinates = [
+        (index, element) for index, parameter in enumerate(scenario.parameters) for element in range(parameter.numel)
+    ]
+    elements = []
+    padding: list[list[int]] = [[] for _ in range(partition.world)]
+    filled = [0] * partition.world
+    for bucket, (start, end, padded) in enumerate(partition.buckets):
+        for position in range(padded):
+            owner = position // (padded // partition.world)
+            flat = start + position
+            if flat < end:
+                elements.append(Element(flat, *coordinates[flat], bucket, owner, filled[owner]))
+            else:
+                padding[owner].append(filled[owner])
+            filled[owner] += 1
+    return Case(scenario, partition, sorted(elements), padding)
+
+
+def layouts() -> Iterator[Case]:
+    for shapes, world, bucket in itertools.product(SHAPES, (1, 2, 3, 4), (1, 3, 4, 5, 8, 20)):
+        scenario = scenario_of(shapes, world, bucket)
+        yield case_of(scenario, Partition.from_request(scenario.numel, world, bucket))
+    for buckets in STATED:
+        for shapes in (((3,), (0,), (), (5,)), ((9,),), ((1,),) * 9):
+            scenario = scenario_of(shapes, 2, 4)
+            partition = Partition.from_subject(scenario.numel, 2, buckets)
+            assert partition is not None
+            assert partition.problem() is None
+            yield case_of(scenario, partition)
+
+
+CASES = list(layouts())
+
+
+@pytest.fixture(params=[2**20, 4, 1], ids=["whole", "chunks of 4", "chunks of 1"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many elements are put together for one comparison: no result may depend on it."""
+    size: int = request.param
+    monkeypatch.setattr(shard_module, "_CHUNK", size)
+    return size
+
+
+def where(found: Difference) -> tuple[int | None, int | None, int | None, int | None]:
+    return found.parameter, found.element, found.bucket, found.owner
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_equal_shard_has_each_of_its_elements_compared_and_none_of_its_padding(chunk: int) -> None:
+    for case in CASES:
+        parameters = case.parameters()
+        for rank in range(case.partition.world):
+            found = case.shard_map(rank).compare(case.shard(rank), parameters.__getitem__, signed_zeros=True)
+
+            assert found == Difference(len(case.owned(rank))), (case.partition, rank)
+
+
+def test_each_position_of_a_shard_is_the_right_element_of_the_right_parameter(chunk: int) -> None:
+    """One position is wrong at a time: parameter, element, bucket and owner are those of the model, values too."""
+    for case in CASES:
+        parameters = case.parameters()
+        for rank in range(case.partition.world):
+            shard_map, shard = case.shard_map(rank), case.shard(rank)
+            for element in case.owned(rank):
+                shard[element.position] = -7
+                found = shard_map.compare(shard, parameters.__getitem__, signed_zeros=True)
+                shard[element.position] = element.flat + 1
+
+                assert where(found) == element[1:5], (case.partition, element)
+                assert found.mismatch is not None
+                assert found.mismatch.count == 1
+                assert (found.mismatch.expected, found.mismatch.actual) == (element.flat + 1, -7)
+                assert found.compared == len(case.owned(rank))
+
+
+def test_the_first_of_several_differences_is_the_first_of_the_shard_and_all_are_counted(chunk: int) -> None:
+    for case in CASES:
+        parameters = case.parameters()
+        for rank in range(case.partition.world):
+            owned = case.owned(rank)
+            for first in range(len(owned)):
+                shard = case.shard(rank)
+                wrong = [element for element in owned[first:] if (element.position - owned[first].position) % 2 == 0]
+                shard[[element.position for element in wrong]] = NAN
+                found = case.shard_map(rank).compare(shard, parameters.__getitem__, signed_zeros=True)
+
+                assert where(found) == owned[first][1:5], (case.partition, rank)
+                assert found.mismatch is not None
+                assert found.mismatch.count == len(wrong)
+
+
+@pytest.mark.parametrize(("signed", "count"), [(True, 1), (False, 0)])
+def test_zeros_of_both_signs_differ_only_where_signs_count(signed: bool, count: int, chunk: int) -> None:
+    case = case_of(scenario_of(((2, 2), (3,)), 1, 4), Partition.from_request(7, 1, 4))
+    parameters = [torch.zeros(2, 2), torch.zeros(3)]
+    shard = torch.zeros(7)
+    shard[5] = -0.0
+
+    found = case.shard_map(0).compare(shard, parameters.__getitem__, signed_zeros=signed)
+
+    assert found.compared == 7
+    assert (0 if found.mismatch is None else found.mismatch.count) == count
+    assert where(found) == ((1, 1, 1, 0) if count else (None,) * 4)
+
+
+def test_a_rank_of_padding_alone_compares_nothing() -> None:
+    """One element over three ranks: the last two have nothing to look at, and say so."""
+    case = case_of(scenario_of(((1,),), 3, 3), Partition.from_request(1, 3, 3))
+
+    compared = [
+        case.shard_map(rank).compare(case.shard(rank), case.parameters().__getitem__, signed_zeros=True).compared
+        for rank in range(3)
+    ]
+
+    assert compared == [1, 0, 0]
+
+
+# --- compare_whole ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float32, torch.bfloat16, torch.bfloat16)])
+def test_whole_parameters_are_compared_in_every_element(dtypes: tuple[torch.dtype, ...], chunk: int) -> None:
+    """One element is wrong at a time, in any rank's piece; neighbours of another dtype do not disturb."""
+    for case in CASES:
+        expected = [tensor.to(dtypes[index % len(dtypes)]) for index, tensor in enumerate(case.parameters())]
+        actual = [tensor.clone() for tensor in expected]
+        shard_map = case.shard_map(0)
+        assert shard_map.compare_whole(actual, expected) == Difference(case.partition.numel)
+        for element in case.elements:
+            flat = actual[element.parameter].view(-1)
+            flat[element.element] = -7
+            found = shard_map.compare_whole(actual, expected)
+            flat[element.element] = element.flat + 1
+
+            assert where(found) == element[1:5], (case.partition, element)
+            assert found.mismatch is not None
+            assert found.mismatch.count == 1
+            assert (found.mismatch.expected, found.mismatch.actual) == (element.flat + 1, -7)
+
+
+def test_the_first_difference_of_whole_parameters_comes_first_in_their_order(chunk: int) -> None:
+    """Even where the subject's buckets are in another order."""
+    for case in CASES:
+        expected = case.parameters()
+        for first in range(0, len(case.elements), 2):
+            actual = [tensor.clone() for tensor in expected]
+            for element in case.elements[first::2]:
+                actual[element.parameter].view(-1)[element.element] = NAN
+            found = case.shard_map(0).compare_whole(actual, expected)
+
+            assert where(found) == case.elements[first][1:5], case.partition
+            assert found.mismatch is not None
+            assert found.mismatch.count == len(case.elements[first::2])
+
+
+def test_the_sign_of_a_zero_weight_counts() -> None:
+    case = case_of(scenario_of(((3,),), 1, 4), Partition.from_request(3, 1, 4))
+
+    found = case.shard_map(0).compare_whole([torch.tensor([0.0, -0.0, 0.0])], [torch.zeros(3)])
+
+    assert where(found) == (0, 1, 0, 0)
+
+
+# --- beyond -----------------------------------------------------------------------------------------------------------
+
+
+def intervals_of(case: Case, bound: float) -> list[Interval]:
+    return [
+        Interval(tensor.double().view(-1).numpy().copy(), np.full(tensor.numel(), bound))
+        for tensor in case.parameters()
+    ]
+
+
+def test_each_element_outside_its_interval_is_found_where_it_is() -> None:
+    for case in CASES:
+        intervals = intervals_of(case, 0.25)
+        for rank in range(case.partition.world):
+            shard_map, shard = case.shard_map(rank), case.shard(rank)
+            assert shard_map.beyond(shard, intervals.__getitem__) == Difference(len(case.owned(rank)))
+            for element in case.owned(rank):
+                shard[element.position] += 0.5
+                found = shard_map.beyond(shard, intervals.__getitem__)
+                shard[element.position] = element.flat + 1
+
+                assert where(found) == element[1:5], (case.partition, element)
+                assert found.mismatch is not None
+                assert found.mismatch.count == 1
+                assert (found.mismatch.expected, found.mismatch.actual) == (element.flat + 1, element.flat + 1.5)
+
+
+def test_the_first_element_outside_is_told_and_all_are_counted() -> None:
+    for case in CASES:
+        intervals = intervals_of(case, 0.25)
+        for rank in range(case.partition.world):
+            owned = case.owned(rank)
+            for first in range(len(owned)):
+                shard = case.shard(rank)
+                shard[[element.position for element in owned[first:]]] -= 1
+                found = case.shard_map(rank).beyond(shard, intervals.__getitem__)
+
+                assert where(found) == owned[first][1:5]
+                assert found.mismatch is not None
+                assert found.mismatch.count == len(owned) - first
+
+
+@pytest.mark.parametrize(
+    ("offset", "inside"), [(0.25, True), (-0.25, True), (0.5, False), (-0.5, False), (NAN, False), (math.inf, False)]
+)
+def test_an_interval_holds_its_ends_and_no_nan(offset: float, inside: bool) -> None:
+    case = case_of(scenario_of(((4,),), 1, 4), Partition.from_request(4, 1, 4))
+    shard = case.shard(0)
+    shard[2] += offset
+
+    found = case.shard_map(0).beyond(shard, intervals_of(case, 0.25).__getitem__)
+
+    assert (found.mismatch is None) == inside
+    assert found.element == (None if inside else 2)
+
+
+def test_an_element_that_may_be_anything_is_neither_judged_nor_counted() -> None:
+    case = case_of(scenario_of(((4,),), 1, 4), Partition.from_request(4, 1, 4))
+    interval = intervals_of(case, 0.25)[0]
+    interval.bound[1] = math.inf
+    shard = case.shard(0)
+    shard[1] = NAN
+
+    found = case.shard_map(0).beyond(shard, lambda _: interval)
+
+    assert found == Difference(3)
+
+
+# --- assemble, padding, fields ----------------------------------------------------------------------------------------
+
+
+def test_the_shards_of_all_ranks_give_the_parameters_back() -> None:
+    for case in CASES:
+        world = case.partition.world
+        parameters = case.parameters()
+        put_together = case.shard_map(world - 1).assemble([case.shard(rank) for rank in range(world)], parameters)
+
+        assert len(put_together) == len(parameters)
+        for made, wanted in zip(put_together, parameters, strict=True):
+            assert made.shape == wanted.shape
+            assert torch.equal(made, wanted), case.partition
+
+
+@pytest.mark.parametrize("value", [1.0, -(2.0**-149), NAN, math.inf])
+def test_each_padding_position_that_is_not_zero_is_found(value: float) -> None:
+    """nan is not zero; what the elements hold does not matter."""
+    for case in CASES:
+        for rank, padding in enumerate(case.padding):
+            shard_map = case.shard_map(rank)
+            for position in padding:
+                shard = torch.full((case.partition.shard_len,), NAN)
+                shard[padding] = 0.0
+                assert shard_map.nonzero_padding(shard) is None
+                shard[[later for later in padding if later >= position]] = value
+
+                assert shard_map.nonzero_padding(shard) == position, (case.partition, rank)
+
+
+def test_no_padding_and_zeros_of_both_signs_are_no_complaint() -> None:
+    without = case_of(scenario_of(((4,),), 2, 4), Partition.from_request(4, 2, 4))
+    padded = case_of(scenario_of(((3,),), 2, 4), Partition.from_request(3, 2, 4))
+
+    assert without.shard_map(1).nonzero_padding(torch.full((2,), NAN)) is None
+    assert padded.padding == [[], [1]]
+    assert padded.shard_map(1).nonzero_padding(torch.tensor([NAN, -0.0])) is None
+
+
+def test_the_model_meets_every_kind_of_layout() -> None:
+    """Padding, pieces of padding alone, buckets out of order, parameters across buckets and pieces: all are there."""
+    assert any(len(padding) > 1 for case in CASES for padding in case.padding)
+    assert any(not case.owned(rank) for case in CASES for rank in range(case.partition.world))
+    assert any(list(case.partition.buckets) != sorted(case.partition.buckets) for case in CASES)
+    for across in ("bucket", "owner"):
+        assert any(
+            one.parameter == other.parameter and getattr(one, across) != getattr(other, across)
+            for case in CASES
+            for one, other in itertools.pairwise(case.elements)
+        )
+
+
+def test_a_difference_names_the_parameter_and_what_was_expected() -> None:
+    case = case_of(scenario_of(((2,), (2,)), 2, 4), Partition.from_request(4, 2, 4))
+    shard = torch.tensor([3.0, 4.0])
+    shard[1] = torch.tensor(4.0).nextafter(torch.tensor(5.0))
+
+    found = case.shard_map(1).compare(shard, case.parameters().__getitem__, signed_zeros=True)
+
+    assert found.fields(case.scenario) == {
+        "parameter": "p1",
+        "element": 1,
+        "bucket": 0,
+        "owner": 1,
+        "expected": 4.0,
+        "actual": float(shard[1]),
+        "expected_bits": "0x40800000",
+        "actual_bits": "0x40800001",
+        "ulps": 1,
+        "mismatches": 1,
+    }
+    assert Difference(4).fields(case.scenario) == {}

@@ -1,0 +1,118 @@
+"""The trail of a rank: what it wrote is read back, whatever became of the rank while it wrote."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from harness.drive.trail import Trail, read
+from harness.verdict import Collective, Stage
+
+NOTHING = (None, Stage.BUILD, ())
+DIGEST = Collective("all_gather_object", "", 0, (0, 1), None, "build")
+REDUCE = Collective("reduce_scatter", "fp32", 96, (0, 1), 0, "reduce")
+GATHER = Collective("all_gather", "bf16", 48, (1,), 3, "gather")
+
+
+def file_of(directory: Path) -> Path:
+    (path,) = directory.iterdir()
+    return path
+
+
+def write_all(trail: Trail) -> None:
+    trail.begin()
+    trail.enter(None, Stage.BUILD)
+    trail.call(DIGEST)
+    trail.enter(0, Stage.REDUCE)
+    trail.call(REDUCE)
+    trail.enter(3, Stage.GATHER)
+    trail.call(GATHER)
+
+
+def test_the_last_stage_and_all_calls_are_read_back(tmp_path: Path) -> None:
+    write_all(Trail(tmp_path, 2, 1))
+
+    assert read(tmp_path, 2, 1) == (3, Stage.GATHER, (DIGEST, REDUCE, GATHER))
+
+
+def test_every_entry_can_be_read_at_once(tmp_path: Path) -> None:
+    """A rank that is killed in a stage or in a call has written it before: nothing waits in a buffer."""
+    trail = Trail(tmp_path, 1, 0)
+    assert read(tmp_path, 1, 0) == NOTHING
+    for stage in Stage:
+        trail.enter(5, stage)
+        assert read(tmp_path, 1, 0) == (5, stage, ())
+    trail.call(REDUCE)
+    assert read(tmp_path, 1, 0) == (5, Stage.GATHER, (REDUCE,))
+
+
+def test_a_new_scenario_forgets_the_one_before(tmp_path: Path) -> None:
+    trail = Trail(tmp_path, 2, 0)
+    write_all(trail)
+    trail.begin()
+    assert read(tmp_path, 2, 0) == NOTHING
+
+    trail.enter(0, Stage.COLLECT)
+
+    assert read(tmp_path, 2, 0) == (0, Stage.COLLECT, ())
+    assert file_of(tmp_path).read_bytes().count(b"\n") == 1
+
+
+def test_a_new_process_in_the_ranks_place_forgets_the_old_ones_trail(tmp_path: Path) -> None:
+    write_all(Trail(tmp_path, 2, 0))
+
+    Trail(tmp_path, 2, 0)
+
+    assert read(tmp_path, 2, 0) == NOTHING
+
+
+def test_each_rank_of_each_world_has_its_own(tmp_path: Path) -> None:
+    places = [(2, 0), (2, 1), (12, 0), (1, 2), (12, 11)]
+    for step, place in enumerate(places):
+        Trail(tmp_path, *place).enter(step, Stage.NORM)
+
+    assert [read(tmp_path, *place)[0] for place in places] == [0, 1, 2, 3, 4]
+    assert read(tmp_path, 3, 0) == NOTHING
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    Trail(tmp_path, 1, 0)
+
+    assert stat.S_IMODE(file_of(tmp_path).stat().st_mode) & 0o077 == 0
+
+
+def test_no_trail_is_an_empty_one(tmp_path: Path) -> None:
+    """The rank died before it could begin one, or its directory is gone."""
+    assert read(tmp_path, 4, 3) == NOTHING
+    assert read(tmp_path / "gone", 4, 3) == NOTHING
+
+
+def test_a_trail_cut_anywhere_gives_what_was_whole(tmp_path: Path) -> None:
+    """A rank killed while it writes leaves a part of a line: what came before is read, the part is left out."""
+    write_all(Trail(tmp_path, 2, 1))
+    path = file_of(tmp_path)
+    data = path.read_bytes()
+    marks = [(None, Stage.BUILD), (0, Stage.REDUCE), (3, Stage.GATHER)]
+    calls = (DIGEST, REDUCE, GATHER)
+    ends = [index for index, byte in enumerate(data) if byte == ord("\n")]
+    assert len(ends) == 6
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        whole = sum(end <= size for end in ends)  # a line that lacks but its end is whole
+        step, stage = marks[(whole - 1) // 2] if whole else (None, Stage.BUILD)
+
+        assert read(tmp_path, 2, 1) == (step, stage, calls[: whole // 2]), data[:size]
+
+
+@pytest.mark.parametrize("rest", [b"\xff\xfe\n", b"{}\n", b'["mark",0]\n', b'["mark",0,"lunch"]\n', b"null\n"])
+def test_what_is_no_entry_ends_the_trail(rest: bytes, tmp_path: Path) -> None:
+    trail = Trail(tmp_path, 2, 1)
+    trail.enter(0, Stage.REDUCE)
+    trail.call(REDUCE)
+    with file_of(tmp_path).open("ab") as stream:
+        stream.write(rest)
+    trail.enter(9, Stage.GATHER)
+
+    assert read(tmp_path, 2, 1) == (0, Stage.REDUCE, (REDUCE,))
