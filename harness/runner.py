@@ -11,6 +11,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +158,8 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
         reason = str(error)
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        source.close()
     if found is None and reason is None and not interrupted:
         reason = _undecided_reason(options, tally)
     return _result(options, tally, found, reason, interrupted)
@@ -206,19 +209,35 @@ class _Source(Protocol):
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
         """Offer ``fails`` smaller scenarios than number ``index``; it keeps the best itself."""
 
+    def close(self) -> None:
+        """End what was started; no scenario is asked for afterwards."""
+
 
 class _Drawn:
-    """Scenarios drawn by Hypothesis from the seed."""
+    """Scenarios drawn by Hypothesis from the seed; the next one while the ranks run the last."""
 
     def __init__(self, options: CampaignOptions) -> None:
         self.options = options
         self.total = options.examples
+        self._drawer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draw")
+        self._next: tuple[int, Future[Scenario]] | None = None
 
     def scenario(self, index: int) -> Scenario:
-        return generate.draw(self.options.seed, index, self.options.worlds, bucket=self.options.bucket)
+        ahead, self._next = self._next, None
+        scenario = self._draw(index) if ahead is None or ahead[0] != index else ahead[1].result()
+        if index + 1 < self.total:
+            self._next = (index + 1, self._drawer.submit(self._draw, index + 1))
+        return scenario
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
+        self.close()  # one use of Hypothesis at a time
         generate.shrink(self.options.seed, index, self.options.worlds, fails, bucket=self.options.bucket)
+
+    def close(self) -> None:
+        self._drawer.shutdown(cancel_futures=True)
+
+    def _draw(self, index: int) -> Scenario:
+        return generate.draw(self.options.seed, index, self.options.worlds, bucket=self.options.bucket)
 
 
 class _Listed:
@@ -238,6 +257,9 @@ class _Listed:
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
         """A given list is not made smaller."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
