@@ -331,13 +331,9 @@ class _Search:
     def _shrink(self, index: int, prop: Property | None) -> None:
         deadline = time.monotonic() + min(self.options.shrink_s, self._seconds_left())
         tried = 0
-        first = True
 
         def fails(scenario: Scenario) -> bool:
-            nonlocal tried, first
-            if first:  # the generator starts from the scenario that is known to fail
-                first = False
-                return True
+            nonlocal tried
             if time.monotonic() > deadline:
                 raise _TimeUp
             tried += 1

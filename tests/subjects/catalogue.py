@@ -72,7 +72,7 @@ BROKEN: tuple[Broken, ...] = (
     _broken("LastBucketNotGathered", "weights", "gather", 1, "a visible update in the last bucket"),
     _broken("LastRankStale", "weights|agreement", "gather", 2, "a visible update"),
     _broken("LostOffsetInGather", "weights", "gather", 1, "a parameter across a bucket edge"),
-    _broken("MasterRounded", "master", "gather|update", 1, "two completed steps"),
+    _broken("MasterRounded", "master|intake", "gather|update", 1, "a completed step, then another or a discard"),
     _broken("NewStorage", "storage", "gather", 1, "a completed step"),
     _broken("WritesPastTheEnd", "storage", "gather", 1, "a completed step, memory behind the parameters"),
     _broken("GarbageInPadding", "ownership", "build", 2, "padding"),

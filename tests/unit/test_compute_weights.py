@@ -39,7 +39,7 @@ def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) ->
 
 def storage_of(parameter: Tensor) -> Tensor:
     """All elements of the storage that a parameter lies in."""
-    return torch.tensor([], dtype=parameter.dtype).set_(parameter.untyped_storage())  # type: ignore[call-overload,no-any-return]
+    return torch.tensor([], dtype=parameter.dtype).set_(parameter.untyped_storage())
 
 
 # --- what a subject is given ------------------------------------------------------------------------------------------

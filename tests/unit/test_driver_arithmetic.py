@@ -1,4 +1,4 @@
-"""The driver's own arithmetic: the clipping coefficient, the bits of a norm, and a divergence on its way to the parent."""
+"""The driver's own arithmetic, the clipping coefficient and the bits of a norm; and what a rank notes down."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_shape_and_autograd_do_not_matter() -> None:
     assert {bits_of(one) for one in ones} == {"0x3f800000"}
 
 
-# --- a divergence on its way ------------------------------------------------------------------------------------------
+# --- what a rank notes down -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def record(tmp_path: Path, emitted: list[bytes]) -> Record:
 
 def test_the_first_divergence_stays_and_is_told_at_once(record: Record, emitted: list[bytes]) -> None:
     record.enter(2, Stage.NORM)
-    assert record.clean
+    before = record.clean
     record.diverge(Property.NORM, "first", expected=1.0)
     record.enter(2, Stage.GATHER)
     record.diverge(Property.WEIGHTS, "a consequence")
 
-    assert not record.clean
+    assert (before, record.clean) == (True, False)
     assert record.divergence == Divergence(
         property=Property.NORM, stage=Stage.NORM, step=2, rank=0, message="first", expected=1.0
     )

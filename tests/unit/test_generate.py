@@ -327,7 +327,7 @@ def test_what_the_predicate_raises_ends_it_and_passes_through(
         calls += 1
         if calls == 4:
             raise error("enough")
-        return True
+        return False
 
     with pytest.raises(error, match="enough"):
         shrink(0, 7, WORLDS, fails)

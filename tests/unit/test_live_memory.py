@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -90,9 +91,17 @@ def test_a_gradient_without_bytes_is_not_watched() -> None:
 
 
 @pytest.fixture
-def memory() -> LiveMemory:
-    """From here on only what the test makes is new: garbage of earlier tests must not free its addresses meanwhile."""
+def quiet() -> Iterator[None]:
+    """What was there before is frozen, as in a rank: fewer objects to look at, and no address of theirs comes free."""
     gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def memory(quiet: None) -> LiveMemory:
+    """From here on only what the test makes is new."""
     return LiveMemory()
 
 
@@ -107,10 +116,8 @@ def test_bytes_of_new_tensors_are_counted_as_long_as_they_live(memory: LiveMemor
     assert other.numel() == 50
 
 
-def test_a_storage_counts_once_and_whole() -> None:
+def test_a_storage_counts_once_and_whole(memory: LiveMemory) -> None:
     """Two views of one storage are its bytes, and a small view keeps all of them."""
-    gc.collect()
-    memory = LiveMemory()
     base = torch.ones(1000)
     views = [base[:10], base.view(10, 100), base.detach()]
     del base
@@ -120,9 +127,9 @@ def test_a_storage_counts_once_and_whole() -> None:
     assert memory.since([]) == 4000
 
 
+@pytest.mark.usefixtures("quiet")
 def test_what_was_there_before_does_not_count() -> None:
     before = torch.ones(1000)
-    gc.collect()
     memory = LiveMemory()
     view = before[:1]
 

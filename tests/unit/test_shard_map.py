@@ -72,7 +72,7 @@ class Case(NamedTuple):
         sizes = [parameter.numel for parameter in self.scenario.parameters]
         return [
             part.clone().view(parameter.shape)
-            for part, parameter in zip(flat.split(sizes), self.scenario.parameters, strict=True)
+            for part, parameter in zip(torch.split(flat, sizes), self.scenario.parameters, strict=True)
         ]
 
     def shard(self, rank: int) -> Tensor:
@@ -115,7 +115,7 @@ def case_of(scenario: Scenario, partition: Partition) -> Case:
 
 
 def layouts() -> Iterator[Case]:
-    for shapes, world, bucket in itertools.product(SHAPES, (1, 2, 3, 4), (1, 3, 4, 5, 8, 20)):
+    for shapes, world, bucket in itertools.product(SHAPES, (1, 2, 3, 4), (1, 4, 6, 20)):
         scenario = scenario_of(shapes, world, bucket)
         yield case_of(scenario, Partition.from_request(scenario.numel, world, bucket))
     for buckets in STATED:
@@ -130,7 +130,7 @@ def layouts() -> Iterator[Case]:
 CASES = list(layouts())
 
 
-@pytest.fixture(params=[2**20, 4, 1], ids=["whole", "chunks of 4", "chunks of 1"])
+@pytest.fixture(params=[2**20, 3], ids=["whole", "chunks of 3"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many elements are put together for one comparison: no result may depend on it."""
     size: int = request.param

@@ -1,0 +1,1000 @@
+"""Campaigns and replays over canned ranks: what they conclude, when they stop, what they leave behind.
+
+Only the ranks are canned: drawing, judging, shrinking and saving are the real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from harness import runner
+from harness.drive.tasks import CheckSubject, SubjectCheck, decode_task, encode
+from harness.errors import UsageError
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.launch.pool import RankPool
+from harness.report.result import EXIT_HOLDS, EXIT_INTERRUPTED, EXIT_UNKNOWN, EXIT_VIOLATED, Result
+from harness.runner import REPEAT_EVERY, REPLAYS, CampaignOptions, replay_case, run_campaign
+from harness.scenario import codec, generate, presets
+from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values, steps
+from harness.scenario.situations import RUNTIME, Situation, reached, required
+from harness.subjects.source import SubjectSource
+from harness.verdict import (
+    Collective,
+    Divergence,
+    NormObservation,
+    Property,
+    RankStatus,
+    RankVerdict,
+    Stage,
+    WeightsObservation,
+)
+
+SUBJECT = SubjectSource("zero.py:Zero", "/somewhere/zero.py:Zero", {"factor": 2})
+WORLDS = (1, 2, 3, 4)
+EVERYTHING = tuple(situation.value for situation in Situation)
+
+# What ranks check themselves; the rest comes from comparing them, from running twice, and from having a verdict.
+BY_RANKS = ("weights", "master", "moments", "gradient", "clip", "spill", "intake", "storage", "ownership", "memory")
+
+Answer = Callable[[Scenario, int, int], RankReport]  # of a scenario, a rank, and how many scenarios ran before
+
+
+def replied(said: RankVerdict) -> RankReport:
+    end = RankEnd.REPLIED if said.status is RankStatus.DONE else RankEnd.BROKEN
+    return RankReport(said.rank, end, msgspec.msgpack.encode(said), (), None, f"printed by {said.rank}", None)
+
+
+def verdict(scenario: Scenario, rank: int, **changes: Any) -> RankVerdict:
+    """One of a scenario in which everything was checked and is fine."""
+    fields: dict[str, Any] = {
+        "rank": rank,
+        "status": RankStatus.DONE,
+        "checks": dict.fromkeys(BY_RANKS, 1),
+        "oracle": {"exact": 1},
+        "situations": tuple(situation.value for situation in RUNTIME),
+        "norms": (NormObservation(0, 0, "0x3f800000"),),
+        "weights": (WeightsObservation(0, "aa"),),
+        "collectives": (Collective("all_reduce", "fp64", 1, tuple(range(scenario.world)), 0, "norm"),),
+    }
+    return RankVerdict(**{**fields, **changes})
+
+
+def fine(scenario: Scenario, rank: int, run: int) -> RankReport:
+    return replied(verdict(scenario, rank))
+
+
+def differs(scenario: Scenario, rank: int, prop: Property = Property.MASTER, step: int = 0) -> RankReport:
+    found = Divergence(property=prop, stage=Stage.UPDATE, step=step, rank=0, message="planted", parameter="p")
+    return replied(verdict(scenario, rank, divergence=found if rank == 0 else None))
+
+
+def refuses(scenario: Scenario, rank: int, run: int) -> RankReport:
+    return replied(RankVerdict(rank=rank, status=RankStatus.UNSUPPORTED, detail="NotImplementedError"))
+
+
+def silent(rank: int, end: RankEnd) -> RankReport:
+    return RankReport(rank, end, None, (), None, "", None)
+
+
+class CannedPool:
+    """Stands for the ranks; ``cost_s`` is added to the clock for each scenario, and ``raises`` thrown before one."""
+
+    def __init__(self, directory: Path, answer: Answer = fine) -> None:
+        self.directory = directory
+        self.answer = answer
+        self.problem: str | None = None
+        self.raises: dict[int, BaseException] = {}
+        self.scenarios: list[Scenario] = []
+        self.worlds_checked: list[int] = []
+        self.clock_s = 0.0
+        self.cost_s = 0.0
+        self.num_open = 0
+
+    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
+        decoded = decode_task(task)
+        if isinstance(decoded, CheckSubject):
+            self.worlds_checked.append(world)
+            reply = encode(SubjectCheck(self.problem))
+            reports = [RankReport(rank, RankEnd.REPLIED, reply, (), None, "", None) for rank in range(world)]
+        else:
+            run = len(self.scenarios)
+            if run in self.raises:
+                raise self.raises[run]
+            self.scenarios.append(decoded.scenario)
+            self.clock_s += self.cost_s
+            reports = [self.answer(decoded.scenario, rank, run) for rank in range(world)]
+        failed = [report.rank for report in reports if report.end is not RankEnd.REPLIED]
+        return Outcome(world, tuple(reports), 0.5, failed[0] if failed else None)
+
+    def __enter__(self) -> CannedPool:
+        self.num_open += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.num_open -= 1
+
+
+class Watcher:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.examples: list[tuple[int, int, int]] = []
+        self.shrunk: list[Scenario] = []
+        self.notes: list[str] = []
+        self.num_started = 0
+
+    def started(self, options: CampaignOptions) -> None:
+        self.num_started += 1
+
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None:
+        assert scenario.world == world
+        self.examples.append((done, total, world))
+
+    def shrinking(self, tried: int, best: Scenario) -> None:
+        self.shrunk.append(best)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def watcher() -> Watcher:
+    return Watcher()
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CannedPool:
+    """Scenarios take no time unless ``cost_s`` says so; an attempt to start real ranks fails the test."""
+    ranks = CannedPool(tmp_path)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ranks.clock_s))
+    monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw, shrink=generate.shrink))
+
+    def start_pool(_backend: str) -> RankPool:
+        raise AssertionError("no ranks may be started")
+
+    monkeypatch.setattr(runner, "start_pool", start_pool)
+    return ranks
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Callable[..., CampaignOptions]:
+    return functools.partial(
+        CampaignOptions,
+        subject=SUBJECT,
+        worlds=(1, 2),
+        backend="gloo",
+        seed=7,
+        examples=5,
+        seconds=None,
+        bucket=None,
+        parameters=None,
+        report=tmp_path / "cases",
+        timeout_s=None,
+    )
+
+
+Campaign = Callable[..., Result]
+
+
+def uninterrupted(run: Callable[[], Result]) -> Result:
+    """An interruption that gets out would end the whole test run."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        pytest.fail("the interruption was not handled")
+
+
+@pytest.fixture
+def campaign(pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions]) -> Campaign:
+    """Run a campaign with some options on the canned ranks."""
+
+    def run(**changes: Any) -> Result:
+        return uninterrupted(lambda: run_campaign(options(**changes), watcher, cast(RankPool, pool)))
+
+    return run
+
+
+@functools.cache
+def draw(seed: int, index: int, worlds: tuple[int, ...], *, bucket: int | None = None) -> Scenario:
+    """The real generator, which is asked only once for what several tests need."""
+    return generate.draw(seed, index, worlds, bucket=bucket)
+
+
+@pytest.fixture
+def offered(pool: CannedPool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Scenario], list[bool]]:
+    """Three smaller scenarios that are offered in this order instead of Hypothesis's, and what was said of each."""
+    candidates, answers = [draw(7, index, (1, 2)) for index in (1, 2, 3)], list[bool]()
+
+    def shrink(
+        seed: int, index: int, worlds: Sequence[int], fails: Callable[[Scenario], bool], *, bucket: int | None = None
+    ) -> None:
+        answers.extend(fails(candidate) for candidate in candidates)
+
+    monkeypatch.setattr("harness.runner.generate.shrink", shrink)
+    return candidates, answers
+
+
+def plain_case(world: int = 2) -> codec.Case:
+    scenario = Scenario(
+        world=world,
+        seed=1,
+        parameters=(Parameter("w", (2, 3)),),
+        values=Values(Domain.EXACT, 3, 0),
+        optimizer=AdamW(),
+        operations=(Build(4), Part(False, tuple(range(world)), ((),) * world), Step()),
+    )
+    return codec.Case(scenario, codec.SubjectReference(SUBJECT.given, SUBJECT.absolute, SUBJECT.args))
+
+
+# --- a campaign that holds --------------------------------------------------------------------------------------------
+
+
+def test_scenarios_are_those_of_the_seed_in_order_and_worlds_take_turns(
+    campaign: Campaign, pool: CannedPool, watcher: Watcher
+) -> None:
+    result = campaign(worlds=(1, 3, 2), examples=7)
+
+    assert pool.scenarios == [draw(7, index, (1, 3, 2)) for index in range(7)]
+    assert watcher.examples == [(index, 7, (1, 3, 2)[index % 3]) for index in range(7)]
+    assert watcher.num_started == 1
+    assert sorted(pool.worlds_checked) == [1, 2, 3]
+    assert (result.verdict, result.exit_code, result.reason, result.failure) == ("holds", EXIT_HOLDS, None, None)
+    assert (result.examples.run, result.examples.discarded) == (7, 0)
+    assert {world: examples.count for world, examples in result.examples.per_world.items()} == {1: 3, 2: 2, 3: 2}
+    assert (result.subject, result.backend, result.worlds, result.seed) == (SUBJECT.given, "gloo", (1, 3, 2), 7)
+
+
+def test_a_fixed_bucket_size_is_used_for_every_scenario(campaign: Campaign, pool: CannedPool) -> None:
+    campaign(bucket=11)
+
+    assert {scenario.bucket for scenario in pool.scenarios} == {11}
+
+
+def test_checks_rules_and_situations_are_added_up(campaign: Campaign, pool: CannedPool) -> None:
+    result = campaign(worlds=(2,), examples=3)
+
+    assert result.oracle == {"exact": 6}
+    assert result.properties["master"] == 6
+    assert result.properties["norm"] == result.properties["agreement"] == result.properties["traffic"] == 3
+    assert result.properties["progress"] == 6
+    assert result.properties["determinism"] == 0
+    assert set(result.properties) == {prop.value for prop in Property}
+    told = Counter(situation for scenario in pool.scenarios for situation in reached(scenario))
+    for situation in Situation:
+        assert result.reached[situation.value] == (3 if situation in RUNTIME else told[situation])
+
+
+def test_ranks_of_the_campaigns_own_are_ended_on_every_path(
+    pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends: list[str] = []
+
+    def start_pool(backend: str) -> CannedPool:
+        backends.append(backend)
+        return pool
+
+    monkeypatch.setattr(runner, "start_pool", start_pool)
+    for run, error in ((100, None), (1, KeyboardInterrupt()), (0, PoolError("gone")), (2, MemoryError())):
+        pool.scenarios.clear()
+        pool.raises = {} if error is None else {run: error}
+        with suppress(MemoryError):
+            uninterrupted(lambda: run_campaign(options(backend="sim"), watcher))
+        assert pool.num_open == 0
+    pool.problem = "planted"
+    with pytest.raises(UsageError):
+        run_campaign(options(), watcher)
+
+    assert pool.num_open == 0
+    assert backends == ["sim"] * 4 + ["gloo"]
+
+
+def test_ranks_that_were_given_are_left_running(campaign: Campaign, pool: CannedPool) -> None:
+    with pool:
+        campaign()
+        assert pool.num_open == 1
+
+
+def test_a_subject_that_cannot_be_used_is_told_before_the_first_example(
+    campaign: Campaign, pool: CannedPool, watcher: Watcher
+) -> None:
+    pool.problem = "planted: lacks collect"
+
+    with pytest.raises(UsageError, match="planted: lacks collect"):
+        campaign(worlds=(3, 1))
+    assert pool.worlds_checked == [3]
+    assert watcher.examples == []
+
+
+# --- nothing passes vacuously -----------------------------------------------------------------------------------------
+
+
+def test_a_campaign_of_which_nothing_ran_is_unknown(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = refuses
+
+    result = campaign(examples=6)
+
+    assert (result.verdict, result.exit_code) == ("unknown", EXIT_UNKNOWN)
+    assert (result.examples.run, result.examples.discarded) == (0, 6)
+    assert result.reason == ("no example was run (all 6 drawn lie outside the subject's space): nothing was compared")
+
+
+def test_what_lies_outside_the_subjects_space_is_counted_apart(campaign: Campaign, pool: CannedPool) -> None:
+    """It is neither run nor checked nor reached."""
+    pool.answer = lambda scenario, rank, run: (refuses if run % 2 else fine)(scenario, rank, run)
+
+    result = campaign(worlds=(2,), examples=5)
+
+    assert result.verdict == "holds"
+    assert (result.examples.run, result.examples.discarded) == (3, 2)
+    assert result.properties["master"] == 6
+    assert result.reached["clipping-active"] == 3
+
+
+def test_verdicts_without_any_comparison_are_unknown(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: replied(RankVerdict(rank=rank, status=RankStatus.DONE))
+
+    result = campaign()
+
+    assert (result.verdict, result.reason) == ("unknown", "nothing was compared")
+    assert result.examples.run == 5
+
+
+def test_a_full_campaign_that_reached_and_checked_everything_holds(campaign: Campaign, pool: CannedPool) -> None:
+    result = campaign(worlds=WORLDS, examples=300, seed=0)
+
+    assert (result.verdict, result.reason) == ("holds", None)
+    assert all(result.properties.values())
+    assert all(result.reached.values())
+    # Every twentieth scenario is run a second time, and has to give the same.
+    assert len(pool.scenarios) == 300 + 300 // REPEAT_EVERY
+    assert result.properties["determinism"] == 300 // REPEAT_EVERY
+    assert result.examples.run == 300
+
+
+@pytest.mark.parametrize("lacking", [Situation.CLIPPING_ACTIVE, Situation.WIDE_PARTIAL_SUM])
+def test_a_full_campaign_that_never_reached_a_required_situation_is_unknown(
+    lacking: Situation, campaign: Campaign, pool: CannedPool
+) -> None:
+    """With one example fewer it is not a full campaign, and only reports it."""
+    told = tuple(situation.value for situation in RUNTIME if situation is not lacking)
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=told))
+
+    full, short = campaign(worlds=WORLDS, examples=300, seed=0), campaign(worlds=WORLDS, examples=299, seed=0)
+
+    assert (full.verdict, full.exit_code) == ("unknown", EXIT_UNKNOWN)
+    assert full.reason == f"a full campaign never reached: {lacking.value}"
+    assert short.verdict == "holds"
+    assert short.reached[lacking.value] == 0
+
+
+def test_situations_that_scenarios_were_never_in_are_all_named(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the generator drew the same scenario over and over."""
+    scenario = draw(0, 0, WORLDS)
+    monkeypatch.setattr("harness.runner.generate.draw", lambda *_, **__: scenario)
+
+    result = campaign(worlds=WORLDS, examples=300)
+
+    missing = required(WORLDS) - reached(scenario) - RUNTIME
+    assert result.verdict == "unknown"
+    assert result.reason == "a full campaign never reached: " + ", ".join(
+        situation.value for situation in Situation if situation in missing
+    )
+
+
+@pytest.fixture
+def short_campaigns_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 20 examples on."""
+    monkeypatch.setattr(runner, "FULL_CAMPAIGN", REPEAT_EVERY)
+
+
+LACKING: dict[str, dict[str, Any]] = {
+    **{name: {"checks": dict.fromkeys(set(BY_RANKS) - {name}, 1)} for name in BY_RANKS},
+    "norm": {"norms": ()},
+    "agreement": {"weights": ()},
+    "traffic": {"collectives": ()},
+}
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+@pytest.mark.parametrize("name", sorted(LACKING))
+def test_a_full_campaign_that_never_checked_a_property_is_unknown(
+    name: str, campaign: Campaign, pool: CannedPool
+) -> None:
+    changes = {"situations": EVERYTHING, **LACKING[name]}
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, **changes))
+
+    full, short = campaign(worlds=(3, 4), examples=20), campaign(worlds=(3, 4), examples=19)
+
+    assert (full.verdict, full.reason) == ("unknown", f"a full campaign never checked: {name}")
+    assert short.verdict == "holds"
+    assert short.properties[name] == 0
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_checked_once_is_checked(campaign: Campaign, pool: CannedPool) -> None:
+    """By one rank, in one example."""
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        changes = {} if (run, rank) == (13, 2) else LACKING["storage"]
+        return replied(verdict(scenario, rank, situations=EVERYTHING, **changes))
+
+    pool.answer = answer
+    result = campaign(worlds=(3, 4), examples=20)
+
+    assert result.properties["storage"] == 1
+    assert result.verdict == "holds"
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+@pytest.mark.parametrize("worlds", [(1, 2), (1, 2, 3), (4,)])
+def test_a_campaign_without_worlds_three_and_four_is_never_full(
+    worlds: tuple[int, ...], campaign: Campaign, pool: CannedPool
+) -> None:
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=(), **LACKING["storage"]))
+
+    assert campaign(examples=40, worlds=worlds).verdict == "holds"
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_a_subject_with_a_space_of_its_own_need_not_reach_everything_but_check_it(
+    campaign: Campaign, pool: CannedPool
+) -> None:
+    """What it refuses counts as drawn: a campaign does not escape by being refused now and then."""
+
+    def answer(scenario: Scenario, rank: int, run: int, **lacking: Any) -> RankReport:
+        return refuses(scenario, rank, run) if run == 3 else replied(verdict(scenario, rank, situations=(), **lacking))
+
+    pool.answer = answer
+    assert campaign(worlds=(3, 4), examples=20).verdict == "holds"
+    pool.scenarios.clear()
+    pool.answer = functools.partial(answer, **LACKING["storage"])
+    result = campaign(worlds=(3, 4), examples=20)
+
+    assert (result.examples.run, result.examples.discarded) == (19, 1)
+    assert (result.verdict, result.reason) == ("unknown", "a full campaign never checked: storage")
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_a_violation_stays_one_whatever_else_was_not_reached(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank)
+
+    result = campaign(worlds=(3, 4), examples=20, shrink_s=0.0)
+
+    assert (result.verdict, result.exit_code, result.reason) == ("violated", EXIT_VIOLATED, None)
+
+
+# --- a parameter list -------------------------------------------------------------------------------------------------
+
+LIST = (Parameter("embedding", (5, 4)), Parameter("scale", ()))
+
+
+def test_a_parameter_list_is_run_so_often_at_each_world(campaign: Campaign, pool: CannedPool, watcher: Watcher) -> None:
+    """Three examples are a held, a spilled and a clipped step; the total counts all worlds."""
+    result = campaign(parameters=LIST, worlds=(2, 1), examples=3)
+
+    assert watcher.examples == [(index, 6, world) for index, world in enumerate((2, 2, 2, 1, 1, 1))]
+    assert {world: examples.count for world, examples in result.examples.per_world.items()} == {1: 3, 2: 3}
+    assert result.examples.run == 6
+    assert all(scenario.parameters == LIST for scenario in pool.scenarios)
+    for scenarios in (pool.scenarios[:3], pool.scenarios[3:]):
+        plans = [next(steps(scenario)) for scenario in scenarios]
+        assert [len(plan.parts) for plan in plans] == [1, 2, 1]
+        assert [plan.clip is not None for plan in plans] == [False, False, True]
+
+
+@pytest.mark.parametrize(("bucket", "used"), [(None, 2**25), (7, 7)])
+def test_a_parameter_list_gets_the_usual_bucket_or_the_given_one(
+    bucket: int | None, used: int, campaign: Campaign, pool: CannedPool
+) -> None:
+    campaign(parameters=LIST, examples=1, bucket=bucket)
+
+    assert [scenario.bucket for scenario in pool.scenarios] == [used, used]
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_a_parameter_list_is_not_asked_for_situations(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=(), **LACKING["clip"]))
+
+    assert campaign(parameters=LIST, worlds=(3, 4), examples=20).verdict == "holds"
+
+
+def test_a_failing_list_is_confirmed_and_saved_as_it_is(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank) if run else fine(scenario, rank, run)
+
+    result = campaign(parameters=LIST, worlds=(2,), examples=3)
+
+    assert result.verdict == "violated"
+    assert len(pool.scenarios) == 2 + REPLAYS
+    assert set(pool.scenarios[1:]) == {pool.scenarios[1]}
+    assert result.failure is not None
+    assert result.failure.case is not None
+    assert codec.load(Path(result.failure.case)).scenario == pool.scenarios[1]
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    monkeypatch.setattr("harness.runner.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_what_does_not_fit_in_memory_is_refused_before_any_rank_starts(
+    pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the largest world, with both figures; what just fits is run."""
+    needed = presets.memory_estimate(LIST, 2, 2**25)
+    given = options(parameters=LIST, worlds=(1, 2), examples=1)
+    memory_of(monkeypatch, needed - 1)
+    with pytest.raises(UsageError, match=r"the parameter list \(21 elements\) at world 2 needs about .* GiB"):
+        run_campaign(given, watcher)  # would start ranks of its own
+    assert pool.worlds_checked == []
+
+    memory_of(monkeypatch, needed)
+    assert run_campaign(given, watcher, cast(RankPool, pool)).verdict == "holds"
+
+
+def test_a_case_that_does_not_fit_is_refused_before_any_rank_starts(
+    watcher: Watcher, options: Callable[..., CampaignOptions], pool: CannedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(monkeypatch, 1)
+
+    with pytest.raises(UsageError, match=r"the case \(6 elements\) at world 2 needs about"):
+        replay_case(plain_case(), Path("case.json"), options(), watcher)
+
+
+def test_an_absurd_list_is_refused_without_being_built(
+    pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions]
+) -> None:
+    with pytest.raises(UsageError, match="1,099,511,627,775 elements"):
+        run_campaign(options(parameters=(Parameter("w", (2**40 - 1,)),)), watcher)
+
+
+# --- the time is up ---------------------------------------------------------------------------------------------------
+
+
+def test_a_campaign_ends_when_its_time_is_up(campaign: Campaign, pool: CannedPool, watcher: Watcher) -> None:
+    """What ran until then is judged: everything held, so it holds, for a campaign of three examples."""
+    pool.cost_s = 1000.0
+
+    result = campaign(examples=50, seconds=2500.0)
+
+    assert (result.verdict, result.examples.run) == ("holds", 3)
+    assert watcher.notes == ["time is up after 3 of 50 examples"]
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_a_campaign_cut_short_is_no_full_one(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=()))
+    pool.cost_s = 1000.0
+
+    assert campaign(worlds=(3, 4), examples=20, seconds=18_500.0).verdict == "holds"
+    pool.clock_s = 0.0
+    assert campaign(worlds=(3, 4), examples=20, seconds=30_500.0).verdict == "unknown"
+
+
+def test_no_time_for_a_single_example_is_unknown(campaign: Campaign, pool: CannedPool, watcher: Watcher) -> None:
+    result = campaign(seconds=1e-9)
+
+    assert pool.scenarios == []
+    assert (result.verdict, result.reason) == ("unknown", "no example was run: nothing was compared")
+    assert watcher.notes == ["time is up after 0 of 5 examples"]
+
+
+# --- runs of one case that differ -------------------------------------------------------------------------------------
+
+
+def failure_of(result: Result) -> tuple[str, str]:
+    """Property and message of a violation."""
+    assert result.verdict == "violated"
+    assert result.exit_code == EXIT_VIOLATED
+    assert result.failure is not None
+    return result.failure.property, result.failure.message or ""
+
+
+def test_other_bits_in_a_second_run_are_a_violation_though_both_hold(campaign: Campaign, pool: CannedPool) -> None:
+    """The twentieth scenario is run twice; its second run gives another norm on all ranks alike."""
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        bits = "0x3f800001" if run == REPEAT_EVERY else "0x3f800000"
+        return replied(verdict(scenario, rank, norms=(NormObservation(0, 0, bits),)))
+
+    pool.answer = answer
+    result = campaign(examples=30)
+
+    prop, message = failure_of(result)
+    assert prop == "determinism"
+    assert message == "2 runs of one case gave different bits, each within what rounding allows"
+    assert result.properties["determinism"] >= 1
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == pool.scenarios[REPEAT_EVERY - 1]
+    assert pool.scenarios[REPEAT_EVERY] == pool.scenarios[REPEAT_EVERY - 1]
+
+
+def test_a_case_that_fails_now_and_then_is_a_violation_of_determinism(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank) if run in (2, 3) else fine(scenario, rank, run)
+
+    prop, message = failure_of(campaign())
+
+    assert prop == "determinism"
+    assert message == "failed 2 of 3 runs of one case; one of them: master at stage update: planted"
+    assert len(pool.scenarios) == 5
+
+
+def test_a_case_that_fails_differently_is_a_violation_of_determinism(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank, step=run)
+
+    prop, message = failure_of(campaign())
+
+    assert prop == "determinism"
+    assert message == "2 runs of one case failed in different ways; one of them: master at stage update: planted"
+
+
+def test_a_case_that_comes_and_goes_is_saved_and_not_shrunk(
+    campaign: Campaign, pool: CannedPool, watcher: Watcher
+) -> None:
+    """Shrinking asks whether a smaller case fails, which one run cannot tell here."""
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank) if run == 2 else fine(scenario, rank, run)
+
+    result = campaign()
+
+    assert len(pool.scenarios) == 4
+    assert watcher.shrunk == []
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == pool.scenarios[2]
+
+
+def test_crashes_of_different_ranks_are_one_steady_failure(campaign: Campaign, pool: CannedPool) -> None:
+    """Which rank a broken connection reaches first is chance."""
+    pool.answer = lambda scenario, rank, run: silent(rank, RankEnd.KILLED if rank == run % 2 else RankEnd.ABANDONED)
+
+    assert failure_of(campaign(worlds=(2,), shrink_s=0.0))[0] == "progress"
+
+
+# --- making a failing case small --------------------------------------------------------------------------------------
+
+
+def spills(scenario: Scenario) -> bool:
+    """A bug that a step of two parts shows, in a world of two or more."""
+    return scenario.world > 1 and any(len(plan.parts) > 1 for plan in steps(scenario))
+
+
+def fails_where(wrong: Callable[[Scenario], bool], prop: Property = Property.MASTER) -> Answer:
+    return lambda scenario, rank, run: differs(scenario, rank, prop) if wrong(scenario) else fine(scenario, rank, run)
+
+
+def test_the_saved_case_is_small_and_was_seen_to_fail(campaign: Campaign, pool: CannedPool, watcher: Watcher) -> None:
+    pool.answer = fails_where(spills)
+
+    result = campaign(worlds=WORLDS, examples=300, seed=0)
+
+    assert failure_of(result)[0] == "master"
+    assert result.failure is not None
+    smallest = codec.load(Path(result.failure.case or "")).scenario
+    assert spills(smallest)
+    assert smallest in pool.scenarios
+    assert watcher.shrunk[-1] == smallest
+    assert all(spills(scenario) for scenario in watcher.shrunk)
+    assert smallest.world == 2
+    assert smallest.numel == 1
+    assert [len(plan.parts) for plan in steps(smallest)] == [2]
+
+
+def test_a_failing_case_is_run_again_before_it_is_shrunk(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+
+    result = campaign(examples=5, shrink_s=0.0)
+
+    assert set(pool.scenarios[: 1 + REPLAYS]) == {pool.scenarios[0]}
+    assert result.properties["determinism"] == REPLAYS
+    assert result.examples.run == 1
+
+
+Offered = tuple[list[Scenario], list[bool]]
+
+
+def test_every_smaller_case_is_run_before_it_is_believed(
+    campaign: Campaign, pool: CannedPool, offered: Offered
+) -> None:
+    """Also the first: taken on trust, it would become what all others have to be smaller than."""
+    candidates, answers = offered
+    failing = (draw(7, 0, (1, 2)), candidates[1])
+    pool.answer = fails_where(lambda scenario: scenario in failing)
+
+    result = campaign()
+
+    assert pool.scenarios[1 + REPLAYS :] == candidates
+    assert answers == [False, True, False]
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == candidates[1]
+
+
+def test_a_smaller_case_that_fails_otherwise_is_not_taken(
+    campaign: Campaign, pool: CannedPool, offered: Offered
+) -> None:
+    """It would be another bug, and the report would be about that one."""
+    first = draw(7, 0, (1, 2))
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        return differs(scenario, rank, Property.MASTER if scenario == first else Property.WEIGHTS)
+
+    pool.answer = answer
+    result = campaign()
+
+    assert failure_of(result)[0] == "master"
+    assert offered[1][1:] == [False, False]
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == first
+
+
+def test_shrinking_stops_at_a_smaller_case_that_hangs(campaign: Campaign, pool: CannedPool, offered: Offered) -> None:
+    """It is taken, and no further time-out is spent."""
+    candidates, _ = offered
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        if run > 1 + REPLAYS and rank == 0:
+            return silent(rank, RankEnd.TIMED_OUT)
+        return silent(rank, RankEnd.EXITED) if rank == 0 else silent(rank, RankEnd.ABANDONED)
+
+    pool.answer = answer
+    result = campaign()
+
+    assert pool.scenarios[1 + REPLAYS :] == candidates[:2]
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == candidates[1]
+
+
+def test_shrinking_ends_when_its_time_is_up(campaign: Campaign, pool: CannedPool, watcher: Watcher) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+    pool.cost_s = 1000.0
+
+    result = campaign(worlds=WORLDS, shrink_s=3500.0)
+
+    assert failure_of(result)[0] == "master"
+    assert 1 + REPLAYS < len(pool.scenarios) <= 1 + REPLAYS + 4
+    assert any("shrinking stopped" in note for note in watcher.notes)
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario in pool.scenarios
+
+
+def test_shrinking_does_not_outlast_the_campaign(campaign: Campaign, pool: CannedPool) -> None:
+    """Five runs are made before, so one second is left."""
+    pool.answer = fails_where(lambda scenario: True)
+    pool.cost_s = 1000.0
+
+    campaign(seconds=1001.0 + 1000.0 * REPLAYS)
+
+    assert len(pool.scenarios) <= 1 + REPLAYS + 1
+
+
+def test_a_case_that_hangs_is_neither_run_again_nor_shrunk(campaign: Campaign, pool: CannedPool) -> None:
+    """Each further run would cost a whole time-out."""
+    pool.answer = lambda scenario, rank, run: (
+        fine(scenario, rank, run) if run < 2 or rank else silent(rank, RankEnd.TIMED_OUT)
+    )
+
+    result = campaign()
+
+    assert failure_of(result)[0] == "progress"
+    assert len(pool.scenarios) == 3
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == pool.scenarios[2]
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+def test_a_failure_names_the_case_and_the_command_that_replays_it(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+
+    failure = campaign(shrink_s=0.0).failure
+
+    assert failure is not None
+    assert (failure.property, failure.stage, failure.step, failure.rank) == ("master", "update", 0, 0)
+    assert (failure.parameter, failure.message, failure.output) == ("p", "planted", "printed by 0")
+    assert failure.case is not None
+    case = codec.load(Path(failure.case))
+    assert case.subject == codec.SubjectReference(SUBJECT.given, SUBJECT.absolute, SUBJECT.args)
+    assert (case.failure or {})["property"] == "master"
+    assert failure.replay == f"python -m harness replay {failure.case}"
+
+
+def test_a_case_that_cannot_be_saved_is_a_violation_all_the_same(
+    campaign: Campaign, pool: CannedPool, tmp_path: Path
+) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+    (tmp_path / "taken").write_text("a file where the directory should be")
+
+    result = campaign(report=tmp_path / "taken", shrink_s=0.0)
+
+    assert failure_of(result)[0] == "master"
+    assert result.failure is not None
+    assert (result.failure.case, result.failure.replay) == (None, None)
+    assert "planted (the case could not be saved: " in (result.failure.message or "")
+
+
+# --- interruption -----------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_campaign_gives_what_it_has(campaign: Campaign, pool: CannedPool) -> None:
+    pool.raises[3] = KeyboardInterrupt()
+
+    result = campaign()
+
+    assert (result.verdict, result.interrupted, result.exit_code) == ("unknown", True, EXIT_INTERRUPTED)
+    assert result.examples.run == 3
+    assert result.properties["master"] > 0
+    assert result.failure is None
+
+
+def test_an_interruption_before_the_first_example_is_one_too(
+    campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "run", interrupted)
+
+    result = campaign()
+
+    assert (result.verdict, result.exit_code, result.examples.run) == ("unknown", EXIT_INTERRUPTED, 0)
+
+
+@pytest.mark.parametrize("run", [1, 1 + REPLAYS, 1 + REPLAYS + 12], ids=["confirming", "shrinking", "later"])
+def test_an_interruption_after_a_violation_keeps_the_best_case(run: int, campaign: Campaign, pool: CannedPool) -> None:
+    """The smallest that was seen to fail by then."""
+    pool.answer = fails_where(spills)
+    first = next(index for index in range(100) if spills(draw(7, index, WORLDS)))
+    assert first < REPEAT_EVERY
+    pool.raises[first + run] = KeyboardInterrupt()
+
+    result = campaign(worlds=WORLDS, examples=100)
+
+    assert (result.verdict, result.interrupted, result.exit_code) == ("violated", True, EXIT_INTERRUPTED)
+    assert len(pool.scenarios) == first + run
+    assert result.failure is not None
+    saved = codec.load(Path(result.failure.case or "")).scenario
+    assert saved == [scenario for scenario in pool.scenarios if spills(scenario)][-1]
+
+
+# --- the harness fails ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_cannot_go_on_leave_it_unknown_with_what_was_seen(campaign: Campaign, pool: CannedPool) -> None:
+    pool.raises[2] = PoolError("the zygote is gone")
+
+    result = campaign()
+
+    assert (result.verdict, result.exit_code, result.reason) == ("unknown", EXIT_UNKNOWN, "the zygote is gone")
+    assert result.examples.run == 2
+
+
+@pytest.mark.parametrize("run", [1, 1 + REPLAYS], ids=["confirming", "shrinking"])
+def test_a_failure_of_the_harness_does_not_lose_a_violation(run: int, campaign: Campaign, pool: CannedPool) -> None:
+    """That the subject is wrong has been seen; only the case may not be the smallest."""
+    pool.answer = fails_where(lambda scenario: True)
+    pool.raises[run] = PoolError("the zygote is gone")
+
+    result = campaign()
+
+    assert failure_of(result)[0] == "master"
+    assert result.failure is not None
+    assert codec.load(Path(result.failure.case or "")).scenario == pool.scenarios[0]
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replay(pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions]) -> Callable[..., Result]:
+    """Replay one case on the canned ranks."""
+
+    def run(case: codec.Case, **changes: Any) -> Result:
+        given = options(**changes)
+        return uninterrupted(lambda: replay_case(case, Path("case.json"), given, watcher, cast(RankPool, pool)))
+
+    return run
+
+
+Replay = Callable[..., Result]
+
+
+def test_a_replayed_case_that_holds_every_time_holds(replay: Replay, pool: CannedPool, watcher: Watcher) -> None:
+    result = replay(plain_case())
+
+    assert (result.verdict, result.exit_code, result.failure) == ("holds", EXIT_HOLDS, None)
+    assert pool.scenarios == [plain_case().scenario] * (1 + REPLAYS)
+    assert result.examples.run == 1
+    assert result.properties["determinism"] == REPLAYS
+    assert watcher.examples == [(0, 1, 2)]
+
+
+def test_a_replayed_violation_names_the_file_it_came_from(replay: Replay, pool: CannedPool, tmp_path: Path) -> None:
+    """And saves no other."""
+    pool.answer = fails_where(lambda scenario: True)
+
+    result = replay(plain_case())
+
+    assert failure_of(result) == ("master", "planted")
+    assert result.failure is not None
+    assert (result.failure.case, result.failure.replay) == ("case.json", "python -m harness replay case.json")
+    assert len(pool.scenarios) == 1 + REPLAYS
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_names_the_subject_when_the_case_names_another(replay: Replay, pool: CannedPool) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+
+    failure = replay(codec.Case(plain_case().scenario, None), backend="sim").failure
+
+    assert failure is not None
+    assert failure.replay == (
+        "python -m harness replay case.json --subject zero.py:Zero --subject-arg factor=2 --backend sim"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failing", "text"), [({0}, "failed 1 of 2"), ({3}, "failed 1 of 4"), ({0, 1}, "failed 2 of 3")]
+)
+def test_a_replayed_case_that_fails_now_and_then_is_a_violation(
+    failing: set[int], text: str, replay: Replay, pool: CannedPool
+) -> None:
+    pool.answer = lambda scenario, rank, run: differs(scenario, rank) if run in failing else fine(scenario, rank, run)
+
+    prop, message = failure_of(replay(plain_case()))
+
+    assert prop == "determinism"
+    assert message.startswith(f"{text} runs of one case; one of them: master at stage update")
+
+
+def test_a_replayed_case_with_other_bits_in_its_last_run_is_a_violation(replay: Replay, pool: CannedPool) -> None:
+    pool.answer = lambda scenario, rank, run: replied(
+        verdict(scenario, rank, weights=(WeightsObservation(0, "bb" if run == REPLAYS else "aa"),))
+    )
+
+    assert failure_of(replay(plain_case()))[0] == "determinism"
+
+
+def test_a_replayed_case_outside_the_subjects_space_is_unknown(replay: Replay, pool: CannedPool) -> None:
+    pool.answer = refuses
+
+    result = replay(plain_case())
+
+    assert (result.verdict, result.exit_code, result.examples.discarded) == ("unknown", EXIT_UNKNOWN, 1)
+    assert "outside its space" in (result.reason or "")
+    assert len(pool.scenarios) == 1
+
+
+def test_a_replay_that_compared_nothing_is_unknown(replay: Replay, pool: CannedPool) -> None:
+    """That all ranks answered is no comparison."""
+    pool.answer = lambda scenario, rank, run: replied(RankVerdict(rank=rank, status=RankStatus.DONE))
+
+    result = replay(plain_case())
+
+    assert (result.verdict, result.reason) == ("unknown", "nothing was compared")
+
+
+def test_a_replay_whose_ranks_fail_is_unknown(replay: Replay, pool: CannedPool) -> None:
+    pool.raises[0] = PoolError("the zygote is gone")
+
+    result = replay(plain_case())
+
+    assert (result.verdict, result.reason) == ("unknown", "the zygote is gone")
+
+
+def test_an_interrupted_replay_keeps_the_violation_it_saw(replay: Replay, pool: CannedPool) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+    pool.raises[2] = KeyboardInterrupt()
+
+    result = replay(plain_case())
+
+    assert (result.verdict, result.interrupted, result.exit_code) == ("violated", True, EXIT_INTERRUPTED)
+    assert result.examples.run == 1
