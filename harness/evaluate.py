@@ -140,12 +140,14 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
         UsageError, UndecidedError: see :meth:`Evaluator.evaluate`.
     """
     _require_working(outcome)
-    verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
-    for verdict in verdicts:
-        if verdict.status is RankStatus.INTERFACE:
-            raise UsageError(verdict.detail or "the subject lacks the interface")
-    left = [_left_behind(report, trails(report.rank)) for report in outcome.ranks if report.reply is None]
-    judgement = judge.merge([*verdicts, *left], outcome.world)
+    try:
+        verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
+        left = [_left_behind(report, trails(report.rank)) for report in outcome.ranks if report.reply is None]
+        judgement = judge.merge([*verdicts, *left], outcome.world)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UndecidedError(f"the ranks' reports make no sense: {error}") from error
+    if judgement.interface is not None:
+        raise UsageError(judgement.interface)
     if left:
         judgement = dataclasses.replace(judgement, divergence=_blame(outcome, judgement.divergence, trails))
     if judgement.divergence is not None:

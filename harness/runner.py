@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -154,6 +154,12 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
                 found = search.run()
             except KeyboardInterrupt:
                 interrupted, found = True, search.best
+            except UndecidedError as error:
+                if search.best is None:
+                    raise
+                # That the subject is wrong has been seen; only the case may not be the smallest.
+                found = search.best
+                observer.note(f"the harness failed after it had found a violation: {error}")
     except UndecidedError as error:
         reason = str(error)
     except KeyboardInterrupt:
@@ -173,6 +179,7 @@ def replay_case(
     observer.started(options)
     found: _Found | None = None
     reason: str | None = None
+    interrupted = False
     scenario = case.scenario
     _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case")
     try:
@@ -181,16 +188,20 @@ def replay_case(
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.evaluate(scenario)
             tally.add(scenario, first)
-            evaluation = _repeated(evaluator, scenario, first, tally)
+            if first.conclusion is Conclusion.VIOLATED:
+                found = _Found(scenario, first)
+            evaluation = first if first.hung else _repeated(evaluator, scenario, first, tally)
             if evaluation.conclusion is Conclusion.VIOLATED:
                 found = _Found(scenario, evaluation)
             elif evaluation.conclusion is Conclusion.UNSUPPORTED:
                 reason = "the subject says that this case is outside its space (NotImplementedError)"
-            elif not evaluation.checks:
+            elif _compared_nothing(evaluation.checks):
                 reason = "nothing was compared"
     except UndecidedError as error:
         reason = str(error)
-    return _result(options, tally, found, reason, interrupted=False, replayed=(case, path))
+    except KeyboardInterrupt:
+        interrupted = True
+    return _result(options, tally, found, reason, interrupted, replayed=(case, path))
 
 
 def _ranks(options: CampaignOptions, pool: RankPool | None) -> AbstractContextManager[RankPool]:
@@ -320,7 +331,8 @@ class _Search:
 
     def _explain(self, index: int, scenario: Scenario, evaluation: Evaluation) -> _Found:
         self.best = _Found(scenario, evaluation)
-        if evaluation.hung:  # each further try would cost a whole time-out
+        # Each further try of a case that hangs would cost a whole time-out; one that is unsteady has been run twice.
+        if evaluation.hung or _property(evaluation) is Property.DETERMINISM:
             return self.best
         confirmed = _repeated(self.evaluator, scenario, evaluation, self.tally)
         self.best = _Found(scenario, confirmed)
@@ -405,7 +417,7 @@ def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
     if tally.num_run == 0:
         outside = f" (all {tally.discarded} drawn lie outside the subject's space)" if tally.discarded else ""
         return f"no example was run{outside}: nothing was compared"
-    if not tally.checks[Property.WEIGHTS.value] and not tally.checks[Property.INTAKE.value]:
+    if _compared_nothing(tally.checks):
         return "nothing was compared"
     full = tally.num_run + tally.discarded >= FULL_CAMPAIGN and {3, 4} <= set(options.worlds)
     if not full or options.parameters is not None:
@@ -418,6 +430,10 @@ def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
     if unchecked:
         return f"a full campaign never checked: {', '.join(unchecked)}"
     return None
+
+
+def _compared_nothing(checks: Mapping[str, int]) -> bool:
+    return not checks.get(Property.WEIGHTS.value) and not checks.get(Property.INTAKE.value)
 
 
 def _result(

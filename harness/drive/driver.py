@@ -25,6 +25,7 @@ from harness.drive.record import Record, bits_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
 from harness.drive.trail import Trail
+from harness.errors import exception_text
 from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import digest
@@ -44,7 +45,7 @@ class SubjectRaisedError(Exception):
     """A call into the subject raised; ``unsupported`` when it was NotImplementedError ("outside my space")."""
 
     def __init__(self, call: str, error: BaseException) -> None:
-        super().__init__(f"{call} raised {traceback.format_exception_only(error)[-1].strip()}")
+        super().__init__(f"{call} raised {exception_text(error)}")
         self.unsupported = isinstance(error, NotImplementedError)
         self.detail = "".join(traceback.format_exception(error))
 
@@ -116,7 +117,7 @@ class Driver:
         self.memory = self._live_memory()
         with self._subject("__init__"):
             self.subject = self.cls(
-                self.weights.parameters, self.rank, scenario.world, bucket=scenario.bucket, **self.args
+                list(self.weights.parameters), self.rank, scenario.world, bucket=scenario.bucket, **self.args
             )
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
@@ -137,10 +138,11 @@ class Driver:
         return LiveMemory() if self.capabilities.static_memory else None
 
     def _contract_master(self) -> torch.nn.Parameter:
-        missing = missing_attributes(self.subject)
+        with self._subject("attributes"):
+            missing = missing_attributes(self.subject)
+            master = getattr(self.subject, "master", None)
         if missing:
             raise InterfaceLacksError(f"{self.cls.__name__} has no attribute {', '.join(missing)} after construction")
-        master = self.subject.master
         if not isinstance(master, torch.nn.Parameter) or master.dtype != torch.float32 or master.dim() != 1:
             shown = f"{master.dtype} of shape {list(master.shape)}" if isinstance(master, Tensor) else type(master)
             raise InterfaceLacksError(f"{self.cls.__name__}.master must be a 1-D fp32 nn.Parameter, it is {shown}")
@@ -150,7 +152,9 @@ class Driver:
         """The layout the subject states in ``buckets``, else the one of the specification."""
         scenario = self.scenario
         prescribed = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
-        stated = Partition.from_subject(scenario.numel, scenario.world, getattr(self.subject, "buckets", None))
+        with self._subject("buckets"):
+            buckets = getattr(self.subject, "buckets", None)
+            stated = Partition.from_subject(scenario.numel, scenario.world, buckets)
         partition, origin = prescribed, "the specification's layout (the class states no `buckets`)"
         if stated is not None:
             partition, origin = stated, "its `buckets`"
@@ -362,8 +366,9 @@ class Driver:
     def _squared_norm(self, call: int, bitwise: bool) -> float:
         with self._subject("grad_sq_norm"):
             returned = self.subject.grad_sq_norm()
-            if not isinstance(returned, Tensor) or returned.numel() != 1:
-                raise TypeError(f"returned {type(returned).__name__}, expected a tensor of one element")
+            if not isinstance(returned, Tensor) or returned.numel() != 1 or not returned.is_floating_point():
+                shown = f"{returned.dtype}{list(returned.shape)}" if isinstance(returned, Tensor) else type(returned)
+                raise TypeError(f"the squared norm must be a floating tensor of one element, it is {shown}")
         observed = float(returned)
         self.record.norm(call, bits_of(returned))
         if self.record.clean:
@@ -420,15 +425,15 @@ class Driver:
         with self._subject("gather_params"):
             self.subject.gather_params()
         self.reference.gather()
-        self.record.weights(digest(self.weights.parameters))
-        if not self.record.clean:
-            return
         self.record.checked(Property.STORAGE)
         problem = self.weights.problem()
         if problem is not None:
             index, message = problem
             name = None if index is None else self.scenario.parameters[index].name
             self.record.diverge(Property.STORAGE, message, parameter=name)
+            raise CannotGoOnError  # there may be no place any more for the next part's gradients
+        self.record.weights(digest(self.weights.parameters))
+        if not self.record.clean:
             return
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
         self.record.checked(Property.WEIGHTS, difference.compared)

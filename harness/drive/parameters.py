@@ -43,11 +43,12 @@ class ComputeWeights:
 
     def problem(self) -> tuple[int | None, str] | None:
         """``(parameter index, what is wrong)`` when storage moved or something outside the weights was written."""
-        for index, (parameter, storage) in enumerate(zip(self.parameters, self._storages, strict=True)):
+        for index, (parameter, initial) in enumerate(zip(self.parameters, self.initial, strict=True)):
             if parameter.data_ptr() != self._addresses[index]:
                 return index, "the parameter has another storage than before the gather: references to it are stale"
-            if not parameter.is_contiguous() or parameter.dtype != storage.dtype:
-                return index, f"the parameter became {parameter.dtype} with strides {parameter.stride()}"
+            form = (parameter.dtype, parameter.shape, parameter.stride())
+            if form != (initial.dtype, initial.shape, initial.stride()):
+                return index, f"the parameter became {form[0]}{list(form[1])} with strides {form[2]}"
         if not bool((torch.cat(self._guards) == _GUARD_VALUE).all()):
             for number, guard in enumerate(self._guards):
                 if not bool((guard == _GUARD_VALUE).all()):

@@ -9,6 +9,7 @@ import torch
 from harness.drive import tasks
 from harness.drive.shard import Difference
 from harness.drive.trail import Trail
+from harness.errors import sendable
 from harness.launch.rank import RankContext
 from harness.launch.tap import LoggedCollective
 from harness.scenario.model import Scenario
@@ -76,7 +77,7 @@ class Record:
             stage=self.stage,
             step=self.step,
             rank=self._context.rank,
-            message=message,
+            message=sendable(message),
             **{**found, **fields},
         )
         self._context.emit(tasks.encode(self.divergence))
@@ -119,7 +120,7 @@ class Record:
             norms=tuple(self._norms),
             weights=tuple(self._weights),
             collectives=self.collectives,
-            detail=detail,
+            detail=None if detail is None else sendable(detail),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from harness.scenario.model import Scenario, steps
-from harness.scenario.partition import Partition
+from harness.scenario.partition import Bucket, Partition
 from harness.verdict import Collective, Stage
 
 Expected = tuple[str, str, int]
@@ -49,10 +49,22 @@ def _implied(scenario: Scenario, stage: Stage, *, clipped: bool) -> list[Expecte
     if stage is Stage.NORM:
         return [("all_reduce", "fp64", 1)] * (2 if clipped else 1)
     if stage is Stage.GATHER:
-        dtypes = {parameter.dtype for parameter in scenario.parameters}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "fp32"
-        return [("all_gather", dtype, bucket.padded // scenario.world) for bucket in partition.buckets]
+        return [
+            ("all_gather", _gathered_dtype(scenario, bucket), bucket.padded // scenario.world)
+            for bucket in partition.buckets
+        ]
     return []
+
+
+def _gathered_dtype(scenario: Scenario, bucket: Bucket) -> str:
+    """In the parameters' own dtype where all that reach into the bucket have one of two bytes, else unrounded."""
+    dtypes = set()
+    start = 0
+    for parameter in scenario.parameters:
+        if max(start, bucket.start) < min(start + parameter.numel, bucket.end):
+            dtypes.add(parameter.dtype)
+        start += parameter.numel
+    return dtypes.pop() if dtypes in ({"bf16"}, {"fp16"}) else "fp32"
 
 
 def _text(entry: Expected | None) -> str:

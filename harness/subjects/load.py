@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from harness.errors import exception_text, sendable
 from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
 
 METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
@@ -40,16 +41,14 @@ def load_class(subject: str, args: dict[str, Any] | None = None) -> type:
     where, _, name = (builtin.target if builtin else subject).rpartition(":")
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+        cls = getattr(module, name, None)  # a module may import its classes only now
     except BaseException as error:  # a user's file may raise anything, SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
-        summary = traceback.format_exception_only(error)[-1].strip()
-        place = _last_place(error)
-        raise SubjectError(f"cannot import {where}: {summary}{place}") from error
-    if not hasattr(module, name):
+        raise SubjectError(sendable(f"cannot import {where}: {exception_text(error)}{_last_place(error)}")) from error
+    if cls is None and name not in vars(module):
         classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value))
         raise SubjectError(f"{where} has no class {name!r} (it has: {', '.join(classes) or 'none'})")
-    cls = getattr(module, name)
     if not inspect.isclass(cls):
         raise SubjectError(f"{where}:{name} is no class but {type(cls).__name__}")
     _check_interface(cls, f"{where}:{name}", args or {})

@@ -51,8 +51,13 @@ def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
             f"--subject {given!r}: expected package.module:Class or path/to/file.py:Class, got class name {name!r}"
         )
     if where.endswith(".py"):
-        path = Path(where).expanduser().absolute()
-        if not path.is_file():
+        try:
+            path = Path(where).expanduser().absolute()
+            str(path).encode()  # the name has to reach the ranks as text
+            is_file = path.is_file()
+        except (OSError, RuntimeError, UnicodeError) as error:
+            raise UsageError(f"--subject {given!r}: not a usable path: {error}") from None
+        if not is_file:
             raise UsageError(f"--subject {given!r}: no such file: {path}")
         return SubjectSource(given, f"{path}:{name}", arguments)
     if not all(_is_identifier(part) for part in where.split(".")):

@@ -189,7 +189,10 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
             set_("parameters", 0, "dtype", to="int8"),
             "$.parameters[0].dtype: expected one of 'bf16', 'fp16', 'fp32', got 'int8'",
         ),
-        (set_("parameters", 0, "name", to="größe"), "$.parameters: the name 'größe' is used twice"),
+        (
+            set_("parameters", 0, "name", to="größe"),
+            "$.parameters[1].name: 'größe' is the name of parameters[0] already",
+        ),
         (
             set_("parameters", 0, "name", to="\ud800"),
             "$.parameters[0].name: expected text, got a lone surrogate in '\\ud800'",

@@ -408,9 +408,11 @@ def test_other_bits_have_another_fingerprint(change: dict[str, Any]) -> None:
     assert fingerprint(**change) != fingerprint()
 
 
-def test_bits_that_changed_on_all_ranks_alike_have_another_fingerprint() -> None:
+@pytest.mark.parametrize(("seen", "observation"), [("weights", WeightsObservation), ("norms", NormObservation)])
+def test_bits_that_changed_on_all_ranks_alike_have_another_fingerprint(seen: str, observation: type) -> None:
     """Each run agrees with itself: only the comparison of the two shows it."""
-    runs = [concluded(*(done(rank, weights=(WeightsObservation(0, bits),)) for rank in range(2))) for bits in "ab"]
+    place = (0,) if seen == "weights" else (0, 0)
+    runs = [concluded(*(done(rank, **{seen: (observation(*place, bits),)}) for rank in range(2))) for bits in "ab"]
 
     assert [run.conclusion for run in runs] == [Conclusion.HOLDS] * 2
     assert runs[0].fingerprint != runs[1].fingerprint

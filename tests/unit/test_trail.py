@@ -69,11 +69,11 @@ def test_a_new_process_in_the_ranks_place_forgets_the_old_ones_trail(tmp_path: P
 
 
 def test_each_rank_of_each_world_has_its_own(tmp_path: Path) -> None:
-    places = [(2, 0), (2, 1), (12, 0), (1, 2), (12, 11)]
+    places = [(2, 0), (2, 1), (12, 0), (1, 20), (1, 2), (12, 11)]
     for step, place in enumerate(places):
         Trail(tmp_path, *place).enter(step, Stage.NORM)
 
-    assert [read(tmp_path, *place)[0] for place in places] == [0, 1, 2, 3, 4]
+    assert [read(tmp_path, *place)[0] for place in places] == [0, 1, 2, 3, 4, 5]
     assert read(tmp_path, 3, 0) == NOTHING
 
 
