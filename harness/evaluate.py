@@ -187,7 +187,8 @@ def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> 
     broken connection reaches first is chance."""
     if divergence is not None and divergence.property in (Property.PROGRESS, Property.TRAFFIC):
         return (divergence.property,)
-    return (divergence, *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
+    # Encoded, since nan is not equal to itself.
+    return (encode(divergence), *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
 
 
 def _left_behind(report: RankReport, left: Trail) -> RankVerdict:

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.drive import traffic
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
 from harness.drive.parameters import ComputeWeights
-from harness.drive.record import Record, bits_of
+from harness.drive.record import NORM_DTYPES, Record, bits_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
 from harness.drive.trail import Trail
@@ -39,6 +39,7 @@ from harness.subjects.load import missing_attributes
 from harness.verdict import Oracle, Property, RankStatus, RankVerdict, Stage
 
 _FORMULA_EVERY = 4
+_FULL_MASTER_EVERY = 3
 
 
 class SubjectRaisedError(Exception):
@@ -127,9 +128,9 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
-        if self.record.clean:
-            self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
-            self._compare_padding("the initial master", self.master)
+        self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
+        self._compare_padding("the initial master", self.master)
+        self._compare_weights("after construction")
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)
@@ -186,8 +187,9 @@ class Driver:
             self.intake.part(part.more, any_gradient)
             self._check_intake(f"collect({part.more}) of part {number}")
         if plan.discard:
-            self._discard()
+            self._discard(handed_over)
             return
+        self._compare_weights("after collect()")
         self._reduce(plan, handed_over)
         self._norm(plan)
         self._update()
@@ -235,11 +237,13 @@ class Driver:
                 actual=float(spills),
             )
 
-    def _discard(self) -> None:
+    def _discard(self, handed_over: HandedOver) -> None:
         with self._subject("discard"):
             self.subject.discard()
         self.intake.discard()
         self._check_intake("discard()")
+        self._check_released(handed_over, "discard()")
+        self._compare_weights("after discard()")
         self.record.enter(self.record.step, Stage.UPDATE)
         self.optimizer.step()
         if self.record.clean:
@@ -252,7 +256,8 @@ class Driver:
             self.subject.reduce_scatter()
         self.intake.reduce()
         self._check_intake("reduce_scatter()")
-        self._check_released(handed_over)
+        self._check_released(handed_over, "reduce_scatter()")
+        self._compare_weights("after reduce_scatter()")
         self._set_reference_gradients(plan)
         self._compare_gradient(plan)
         self._compare_padding("master.grad", self._gradient())
@@ -268,7 +273,7 @@ class Driver:
                 self.record.reached(Situation.WIDE_REDUCED_VALUE)
         self.reference.set_gradients(gradients)
 
-    def _check_released(self, handed_over: HandedOver) -> None:
+    def _check_released(self, handed_over: HandedOver, after: str) -> None:
         if not self.record.clean or len(handed_over) == 0:
             return
         self.record.checked(Property.MEMORY)
@@ -276,7 +281,7 @@ class Driver:
         if kept:
             self.record.diverge(
                 Property.MEMORY,
-                f"{kept} of {len(handed_over)} gradients that reduce_scatter() consumed are still in memory after it",
+                f"{kept} of the step's {len(handed_over)} gradients are still in memory after {after}",
                 expected=0.0,
                 actual=float(kept),
             )
@@ -354,7 +359,8 @@ class Driver:
         coefficient = clip_coefficient(observed, plan.clip.max_norm)
         active = coefficient < 1.0
         self.record.reached(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
-        self._gradient().mul_(coefficient)
+        with self._subject("master.grad"):
+            self._gradient().mul_(coefficient)
         self.reference.scale_gradients(coefficient)
         if self.record.clean:
             difference = self.shard.compare(self._gradient(), self.reference.gradients.__getitem__, signed_zeros=False)
@@ -366,11 +372,11 @@ class Driver:
     def _squared_norm(self, call: int, bitwise: bool) -> float:
         with self._subject("grad_sq_norm"):
             returned = self.subject.grad_sq_norm()
-            if not isinstance(returned, Tensor) or returned.numel() != 1 or not returned.is_floating_point():
+            if not isinstance(returned, Tensor) or returned.numel() != 1 or returned.dtype not in NORM_DTYPES:
                 shown = f"{returned.dtype}{list(returned.shape)}" if isinstance(returned, Tensor) else type(returned)
                 raise TypeError(f"the squared norm must be a floating tensor of one element, it is {shown}")
-        observed = float(returned)
-        self.record.norm(call, bits_of(returned))
+            observed, bits = float(returned), bits_of(returned)
+        self.record.norm(call, bits)
         if self.record.clean:
             exact = self.reference.squared_norm()
             judged = bounds.judge_squared_norm(
@@ -391,7 +397,7 @@ class Driver:
                     f"relative error {judged.error:.3g}, bound {judged.bound:.3g} ({judged.oracle.value})",
                     expected=exact.value,
                     actual=observed,
-                    actual_bits=bits_of(returned),
+                    actual_bits=bits,
                 )
         return observed
 
@@ -399,7 +405,9 @@ class Driver:
         self.record.enter(self.record.step, Stage.UPDATE)
         if self.sample is not None:
             self.sample.step()
-        self.optimizer.step()
+        self._compare_weights("after grad_sq_norm()")
+        with self._subject("master.grad"):
+            self.optimizer.step()
         self.reference.step()
         if self.record.clean:
             self._compare_state(Property.MASTER, Property.MOMENTS, "")
@@ -418,7 +426,8 @@ class Driver:
         """Guard against an error that the subject's optimizer and the reference's share: both are torch's."""
         problem = sample.problem()
         if problem is not None:
-            self.record.diverge(Property.MASTER, f"torch's own AdamW is not AdamW: {problem}")
+            message = f"AdamW as computed here lies outside the rounding of fp32 (subnormals flushed?): {problem}"
+            self.record.diverge(Property.MASTER, message)
 
     def _gather(self) -> None:
         self.record.enter(self.record.step, Stage.GATHER)
@@ -433,16 +442,12 @@ class Driver:
             self.record.diverge(Property.STORAGE, message, parameter=name)
             raise CannotGoOnError  # there may be no place any more for the next part's gradients
         self.record.weights(digest(self.weights.parameters))
-        if not self.record.clean:
-            return
-        difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
-        self.record.checked(Property.WEIGHTS, difference.compared)
-        if difference.mismatch is not None:
-            self.record.diverge(Property.WEIGHTS, "the compute weights differ", difference)
+        self._compare_weights("after gather_params()")
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        self._check_full_master()
         if not self.record.clean:
             return
         if self.capabilities.traffic:
@@ -454,6 +459,28 @@ class Driver:
                 self.record.diverge(Property.TRAFFIC, message)
         if self.memory is not None:
             self._check_static_memory(self.memory)
+
+    def _check_full_master(self) -> None:
+        """``full_master`` is optional. Collective where the class has it, so called whatever was found before."""
+        if not hasattr(self.cls, "full_master") or self.scenario.seed % _FULL_MASTER_EVERY:
+            return
+        with self._subject("full_master"), self.context.collectives.paused():
+            try:
+                flat = self.subject.full_master()
+            except NotImplementedError:
+                return
+        if not self.record.clean:
+            return
+        if not isinstance(flat, Tensor) or flat.dtype != torch.float32 or flat.shape != (self.scenario.numel,):
+            shown = f"{flat.dtype}{list(flat.shape)}" if isinstance(flat, Tensor) else type(flat)
+            self.record.diverge(Property.MASTER, f"full_master() is {shown}, expected fp32[{self.scenario.numel}]")
+            return
+        wanted = [self.reference.master(index) for index in range(len(self.weights.parameters))]
+        pieces = torch.split(flat.detach(), [master.numel() for master in wanted])
+        difference = self.shard.compare_whole(pieces, wanted)
+        self.record.checked(Property.MASTER, difference.compared)
+        if difference.mismatch is not None:
+            self.record.diverge(Property.MASTER, "full_master() differs", difference)
 
     def _check_static_memory(self, memory: LiveMemory) -> None:
         partition = self.shard.partition
@@ -495,6 +522,15 @@ class Driver:
         self.record.checked(prop, difference.compared)
         if difference.mismatch is not None:
             self.record.diverge(prop, f"{what} differs", difference)
+
+    def _compare_weights(self, when: str) -> None:
+        """The compute weights are the unsharded trainer's at all times: only a gather may change them."""
+        if not self.record.clean:
+            return
+        difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
+        self.record.checked(Property.WEIGHTS, difference.compared)
+        if difference.mismatch is not None:
+            self.record.diverge(Property.WEIGHTS, f"{when} the compute weights differ", difference)
 
     def _compare_padding(self, what: str, shard: Tensor) -> None:
         """Padding belongs to no parameter: it is zero at the start and sums to zero.

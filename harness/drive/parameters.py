@@ -46,6 +46,8 @@ class ComputeWeights:
         for index, (parameter, initial) in enumerate(zip(self.parameters, self.initial, strict=True)):
             if parameter.data_ptr() != self._addresses[index]:
                 return index, "the parameter has another storage than before the gather: references to it are stale"
+            if not parameter.requires_grad:
+                return index, "the parameter no longer requires a gradient: the next backward would pass it over"
             form = (parameter.dtype, parameter.shape, parameter.stride())
             if form != (initial.dtype, initial.shape, initial.stride()):
                 return index, f"the parameter became {form[0]}{list(form[1])} with strides {form[2]}"

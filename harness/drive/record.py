@@ -124,13 +124,15 @@ class Record:
         )
 
 
+NORM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(scalar: torch.Tensor) -> str:
     """The bits of a one-element floating tensor in hex; every nan is ``"nan"``."""
+    scalar = scalar.detach().cpu().to_dense()
     if bool(scalar.isnan().any()):
         return "nan"
     size = scalar.element_size()
-    raw = int(scalar.detach().reshape(1).view(_INTEGERS[size])) % (1 << 8 * size)
+    raw = int(scalar.reshape(1).view(_INTEGERS[size])) % (1 << 8 * size)
     return f"0x{raw:0{2 * size}x}"

@@ -116,7 +116,6 @@ class TrainingDriver(Driver):
         super()._build()
         self.sample = None  # a second reference is for campaigns
         self._unsharded = UnshardedModel(build_model(self._setup.size, self._setup.seed), self.reference.weights)
-        self._compare_weights("after construction, a compute weight differs")
 
     def _compute_weights(self) -> ComputeWeights:
         weights = super()._compute_weights()
@@ -161,8 +160,6 @@ class TrainingDriver(Driver):
         self.reference.set_gradients(reduced)
         self._numbers["unsharded_losses"] = tuple(self._unsharded.losses)
         self._numbers["unsharded_gradient"] = digest(reduced)
-        # Whoever wrote the weights since the last step is to blame for other gradients, and not the machine.
-        self._compare_weights("before the update, a compute weight differs")
         for part, (seen, wanted) in enumerate(zip(self._observed, self._unsharded.gradients[self.rank], strict=True)):
             if self.record.clean and _differing(seen, wanted) is not None:
                 self._explain(plan, part, seen, wanted)
@@ -202,13 +199,6 @@ class TrainingDriver(Driver):
     def _scale(self, plan: StepPlan) -> float:
         # Gradients are summed over ranks and parts: the mean over all of a step's text is the caller's business.
         return 1.0 / (self.scenario.world * len(plan.parts))
-
-    def _compare_weights(self, message: str) -> None:
-        if self.record.clean:
-            difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
-            self.record.checked(Property.WEIGHTS, difference.compared)
-            if difference.mismatch is not None:
-                self.record.diverge(Property.WEIGHTS, message, difference)
 
     def _explain(self, plan: StepPlan, part: int, seen: Gradients, wanted: Gradients) -> None:
         """Two passes over equal weights and equal text differ: by chance, or does the subject change gradients?"""

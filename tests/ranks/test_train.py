@@ -137,7 +137,7 @@ def test_a_weight_written_between_two_gathers_on_one_rank_is_found_there(pool: R
 
     assert result.verdict == "violated"
     assert result.failure is not None
-    assert (result.failure.property, result.failure.stage, result.failure.rank) == ("weights", "reduce", 0)
+    assert (result.failure.property, result.failure.stage, result.failure.rank) == ("weights", "collect", 0)
     assert (result.failure.parameter, result.failure.element) == ("bytes.weight", 0)
 
 

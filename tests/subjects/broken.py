@@ -366,6 +366,63 @@ class KeepsGradients(PlainZero):
         super().reduce_scatter()
 
 
+class DiscardKeepsGradients(PlainZero):
+    """Bug: a discard forgets that gradients wait, but keeps the tensors. Trigger: discard. First: memory at collect."""
+
+    def discard(self) -> None:
+        self._last = self._held
+        super().discard()
+
+
+# What must not touch the compute weights.
+
+
+class ConstructorZeroesWeights(PlainZero):
+    """Bug: the compute weights are zeroed at construction (the next gather brings them back).
+
+    Trigger: any. First: weights at build.
+    """
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        for p in params:
+            p.detach().zero_()
+
+
+class CollectWritesWeights(PlainZero):
+    """Bug: collect writes into the weights (the next gather mends it). Trigger: any. First: weights at collect."""
+
+    def collect(self, more: bool) -> None:
+        super().collect(more)
+        for p in self.params:
+            p.detach().add_(1)
+
+
+class ReduceWritesWeights(PlainZero):
+    """Bug: the reduction uses the weights as staging. Trigger: any reduction. First: weights at reduce."""
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        for p in self.params:
+            p.detach().fill_(3)
+
+
+class FreezesItsParameters(PlainZero):
+    """Bug: after a gather the parameters require no gradient any more. Trigger: any step. First: storage at gather."""
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        for p in self.params:
+            p.requires_grad_(False)
+
+
+class FullMasterWithPadding(PlainZero):
+    """Bug: full_master returns the pieces rank by rank. Trigger: world 2, two buckets. First: master at gather."""
+
+    def full_master(self) -> Tensor:
+        return self._gather(self.master.detach())[: self._offsets[-1]]
+
+
 # The norm and the clipping.
 
 
