@@ -18,7 +18,7 @@ def exception_text(error: BaseException) -> str:
     """``Type: message`` of an exception of somebody else's code, whose ``__str__`` may itself raise."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 (whatever it raises, there is no text)
+    except BaseException:  # noqa: BLE001 (whatever it raises, SystemExit too, there is no text)
         text = "<its text cannot be had: __str__ raises>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -102,9 +102,7 @@ class Driver:
     def _subject(self, call: str) -> Iterator[None]:
         try:
             yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except BaseException as error:  # a rank is never interrupted from outside: this too is the subject's
             raise SubjectRaisedError(f"{self.cls.__name__}.{call}", error) from error
 
     # -- build ---------------------------------------------------------------------------------------------------
@@ -300,11 +298,7 @@ class Driver:
         """
         observed = self._gradient()
         prop = Property.SPILL if len(plan.parts) > 1 else Property.GRADIENT
-        if observed.shape != self.master.shape or observed.dtype != torch.float32:
-            self.record.diverge(
-                prop, f"master.grad is {observed.dtype} of shape {list(observed.shape)}, not fp32 like master"
-            )
-            raise CannotGoOnError
+        self._require_shard(prop, "master.grad", observed)
         exact = self.scenario.values.domain is not Domain.GENERAL
         difference = Difference(0)
         if self.record.clean:
@@ -517,11 +511,24 @@ class Driver:
     ) -> None:
         if not self.record.clean:
             return
+        self._require_shard(prop, what, actual)
         signed = prop is Property.MASTER if signed_zeros is None else signed_zeros
         difference = self.shard.compare(actual.detach(), expected, signed_zeros=signed)
         self.record.checked(prop, difference.compared)
         if difference.mismatch is not None:
             self.record.diverge(prop, f"{what} differs", difference)
+
+    def _require_shard(self, prop: Property, what: str, shard: Tensor) -> None:
+        """A vector of the subject's must be readable as one before it can be compared."""
+        found = f"{str(shard.dtype).removeprefix('torch.')}{list(shard.shape)} on {shard.device}"
+        wanted = f"float32[{self.shard.partition.shard_len}] on {self.device}"
+        if found != wanted or shard.layout is not torch.strided:
+            self.record.diverge(prop, f"{what} is {found}, expected {wanted}")
+            raise CannotGoOnError
+        last = shard.storage_offset() + (shard.numel() - 1) * shard.stride(0)
+        if shard.numel() and shard.untyped_storage().nbytes() < 4 * (last + 1):
+            self.record.diverge(prop, f"the memory of {what} was freed")
+            raise CannotGoOnError
 
     def _compare_weights(self, when: str) -> None:
         """The compute weights are the unsharded trainer's at all times: only a gather may change them."""

@@ -43,8 +43,6 @@ def load_class(subject: str, args: dict[str, Any] | None = None) -> type:
         module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
         cls = getattr(module, name, None)  # a module may import its classes only now
     except BaseException as error:  # a user's file may raise anything, SystemExit too
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise SubjectError(sendable(f"cannot import {where}: {exception_text(error)}{_last_place(error)}")) from error
     if cls is None and name not in vars(module):
         classes = sorted(key for key, value in vars(module).items() if inspect.isclass(value))
