@@ -24,6 +24,7 @@ from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
 from harness.launch.pool import RankPool
 from harness.report import result as results
+from harness.report.console import describe
 from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
 from harness.scenario.model import Parameter, Scenario
@@ -487,6 +488,7 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
             note = f" (the case could not be saved: {error})"
     return Failure(
         **{**summary, "message": divergence.message + note},
+        scenario=describe(found.scenario),
         output=found.evaluation.output or None,
         case=None if path is None else os.fspath(path),
         replay=None if path is None else _replay_command(options, path, same_subject=named == subject),

@@ -221,6 +221,7 @@ def failure_lines(failure: Failure) -> list[str]:
         ("mismatches", None if failure.mismatches is None else _count(failure.mismatches, "element")),
         ("symptom", failure.symptom),
         ("message", failure.message),
+        ("scenario", failure.scenario),
     ]
     lines = ["failure"]
     for label, value in rows:

@@ -48,8 +48,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """The first divergence of the smallest failing case. What does not apply is None.
 
     Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``*_bits`` are hex
-    strings. ``message`` is one sentence, ``output`` the end of what the ranks printed, ``case`` the saved case's path,
-    ``replay`` the command that runs it again.
+    strings. ``message`` is one sentence, ``scenario`` the case in a few words, ``output`` the end of what the ranks
+    printed, ``case`` the saved case's path, ``replay`` the command that runs it again.
     """
 
     property: str
@@ -68,6 +68,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     mismatches: int | None = None
     symptom: str | None = None
     message: str | None = None
+    scenario: str | None = None
     output: str | None = None
     case: str | None = None
     replay: str | None = None

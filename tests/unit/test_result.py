@@ -17,7 +17,8 @@ RESULT_FIELDS = {
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",
-    "expected_bits", "actual_bits", "ulps", "mismatches", "symptom", "case", "replay", "message", "output",
+    "expected_bits", "actual_bits", "ulps", "mismatches", "symptom", "case", "replay", "message",
+        "scenario", "output",
 }  # fmt: skip
 
 
