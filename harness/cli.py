@@ -193,7 +193,7 @@ _seed_option = click.option(
     type=int,
     callback=inputs.whole(1, MAX_ELEMENTS),
     metavar="N",
-    help="Bucket size in elements (default: varied; one fit for the model with --preset or --params).",
+    help="Bucket size in elements (default: varied; 2**25 with --preset or --params).",
 )
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @_json_option
