@@ -155,12 +155,12 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
                 found = search.run()
             except KeyboardInterrupt:
                 interrupted, found = True, search.best
-            except UndecidedError as error:
+            except (UndecidedError, UsageError) as error:
                 if search.best is None:
                     raise
                 # That the subject is wrong has been seen; only the case may not be the smallest.
                 found = search.best
-                observer.note(f"the harness failed after it had found a violation: {error}")
+                observer.note(f"a violation was found, but its case could not be made smaller: {error}")
     except UndecidedError as error:
         reason = str(error)
     except KeyboardInterrupt:

@@ -969,6 +969,14 @@ def test_a_replayed_case_with_other_bits_in_its_last_run_is_a_violation(replay: 
     assert failure_of(replay(plain_case()))[0] == "determinism"
 
 
+def test_a_replayed_case_that_hangs_is_run_once(replay: Replay, pool: CannedPool) -> None:
+    """Each further run would cost a whole time-out."""
+    pool.answer = lambda scenario, rank, run: silent(rank, RankEnd.TIMED_OUT)
+
+    assert failure_of(replay(plain_case()))[0] == "progress"
+    assert len(pool.scenarios) == 1
+
+
 def test_a_replayed_case_outside_the_subjects_space_is_unknown(replay: Replay, pool: CannedPool) -> None:
     pool.answer = refuses
 
