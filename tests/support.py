@@ -41,7 +41,7 @@ class Campaigns:
         examples: int,
         seed: int = 5,
         timeout_s: float | None = None,
-        shrink_s: float = 5.0,
+        shrink_s: float = 2.0,
     ) -> Result:
         """A campaign over ``FILE.py:Class`` of tests/subjects, or over a built-in name."""
         options = self._options(subject, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s)
