@@ -230,9 +230,10 @@ class Driver:
         elif spills != self.intake.spills:
             self.record.diverge(
                 Property.INTAKE,
-                f"after {after} spills is {spills}, expected {self.intake.spills}",
+                f"after {after} spills is {spills if abs(spills) < 2**53 else 'out of range'}, "
+                f"expected {self.intake.spills}",
                 expected=float(self.intake.spills),
-                actual=float(spills),
+                actual=float(spills) if abs(spills) < 2**53 else "out of range",
             )
 
     def _discard(self, handed_over: HandedOver) -> None:
@@ -520,9 +521,9 @@ class Driver:
 
     def _require_shard(self, prop: Property, what: str, shard: Tensor) -> None:
         """A vector of the subject's must be readable as one before it can be compared."""
-        found = f"{str(shard.dtype).removeprefix('torch.')}{list(shard.shape)} on {shard.device}"
-        wanted = f"float32[{self.shard.partition.shard_len}] on {self.device}"
-        if found != wanted or shard.layout is not torch.strided:
+        found = f"{shard.layout} {shard.dtype} {list(shard.shape)} on {shard.device}".replace("torch.", "")
+        wanted = f"strided float32 [{self.shard.partition.shard_len}] on {self.device}"
+        if found != wanted:
             self.record.diverge(prop, f"{what} is {found}, expected {wanted}")
             raise CannotGoOnError
         last = shard.storage_offset() + (shard.numel() - 1) * shard.stride(0)

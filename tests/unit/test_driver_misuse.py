@@ -137,6 +137,32 @@ class BucketsRaise(PlainZero):
         raise RuntimeError("planted: not known yet")
 
 
+class SparseMasterGradient(PlainZero):
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self.master.grad = torch.ones_like(self.master, requires_grad=False).to_sparse()
+
+
+class ExpandedMasterGradient(PlainZero):
+    """One element seen as many: it cannot be scaled in place."""
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self.master.grad = torch.ones(1).expand(self.master.shape)
+
+
+class MasterFreed(PlainZero):
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self.master.grad.untyped_storage().resize_(0)  # type: ignore[union-attr]
+
+
+class SpillsIsHuge(PlainZero):
+    def collect(self, more: bool) -> None:
+        super().collect(more)
+        self.spills = 10**400
+
+
 class SpillsIsNone(PlainZero):
     def collect(self, more: bool) -> None:
         super().collect(more)
@@ -171,6 +197,10 @@ class ForgetsItsParameters(PlainZero):
         (HasGradRaises, {Stage.BUILD, Stage.COLLECT}),
         (BucketsRaise, {Stage.BUILD}),
         (SpillsIsNone, {Stage.COLLECT}),
+        (SpillsIsHuge, {Stage.COLLECT}),
+        (SparseMasterGradient, {Stage.REDUCE}),
+        (ExpandedMasterGradient, {Stage.REDUCE, Stage.NORM}),
+        (MasterFreed, {Stage.REDUCE}),
         (CutsWeightsShort, {Stage.GATHER}),
         (QuantisesWeights, {Stage.GATHER}),
         (ForgetsItsParameters, {Stage.COLLECT}),
