@@ -193,7 +193,7 @@ _seed_option = click.option(
     type=int,
     callback=inputs.whole(1, MAX_ELEMENTS),
     metavar="N",
-    help="Bucket size in elements (default: varied; 2**25 with --preset or --params).",
+    help="Bucket size in elements (default: varied; about five buckets, at most 2**25, with --preset or --params).",
 )
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @_json_option
@@ -223,7 +223,7 @@ def verify(
 
     if preset is not None and params is not None:
         raise UsageError("--preset and --params: give one of them")
-    source = parse(subject or DEFAULT_SUBJECT, inputs.subject_arguments(subject_args))
+    source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
     parameters = _parameters(preset, params)
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
@@ -336,7 +336,7 @@ def train(
     from harness.train.text import load_text
 
     options = TrainOptions(
-        subject=parse(subject or DEFAULT_SUBJECT, inputs.subject_arguments(subject_args)),
+        subject=parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args)),
         world=int(world),
         steps=steps,
         seed=seed,
@@ -362,13 +362,13 @@ def list_(*, json_path: str | None) -> int:
     from harness.scenario.presets import PRESETS
     from harness.scenario.situations import Situation
     from harness.subjects.builtin import BUILTIN
-    from harness.verdict import Property
+    from harness.verdict import PROPERTY_SUMMARIES, Property
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
     listing: dict[str, Mapping[str, str] | Sequence[str]] = {
         "subjects": {name: item.summary for name, item in BUILTIN.items()},
         "presets": {name: item.summary for name, item in PRESETS.items()},
-        "properties": [item.value for item in Property],
+        "properties": {item.value: PROPERTY_SUMMARIES[item] for item in Property},
         "situations": [item.value for item in Situation],
     }
     with _streams(output) as (text, _):
@@ -465,7 +465,7 @@ def _case_subject(
     from harness.subjects.source import parse
 
     if subject is not None or named is None:
-        return parse(subject or DEFAULT_SUBJECT, args)
+        return parse(DEFAULT_SUBJECT if subject is None else subject, args)
     try:
         return replace(parse(named.absolute, {**named.args, **args}), given=named.given)
     except UsageError as error:

@@ -30,13 +30,28 @@ def internal_error(error: Exception) -> str:
     return f"internal error: {type(error).__name__}: {error} ({where})"
 
 
+_interrupted = False
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt again when a signal asked for the end and Python lost the first one.
+
+    What a handler raises inside a callback of the garbage collector or a ``__del__`` is printed and ignored: a long
+    run asks here now and then.
+    """
+    if _interrupted:
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def interruptible(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Let SIGTERM and SIGHUP end a run as Ctrl-C does: everything started is ended, the partial result is written."""
     last = float("-inf")
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
+        global _interrupted
         nonlocal last
+        _interrupted = True
         now, before = clock(), last
         last = now
         # coreutils' `timeout` signals its child and then the whole group: the second must not break the clean-up.
@@ -50,6 +65,8 @@ def interruptible(clock: Callable[[], float] = time.monotonic) -> Iterator[None]
     try:
         yield
     finally:
+        global _interrupted
+        _interrupted = False
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 

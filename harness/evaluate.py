@@ -232,7 +232,7 @@ def _no_verdict(report: RankReport, trails: Trails) -> Divergence:
 
 def _end_text(report: RankReport) -> str:
     if report.end is RankEnd.TIMED_OUT:
-        return report.error or "it was still running at the time-out"
+        return "it was still running when its time was up; --timeout gives it more"
     return report.error or report.end.value
 
 
@@ -246,12 +246,16 @@ def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergenc
         return ""
     details = {verdict.rank: verdict.detail or "" for verdict in verdicts}
     texts = [
-        "\n".join(part for part in (report.output, details.get(report.rank, ""), report.stacks or "") if part)
+        "\n".join(part for part in (report.output, details.get(report.rank, ""), _stacks(report)) if part)
         for report in outcome.ranks
     ]
     if divergence.rank is not None:
         return texts[divergence.rank]
     return next((text for text in texts if text), "")
+
+
+def _stacks(report: RankReport) -> str:
+    return f"where rank {report.rank} was when it was stopped:\n{report.stacks}" if report.stacks else ""
 
 
 def _tail(report: RankReport) -> str:

@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from harness.ending import raise_if_interrupted
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
 from harness.launch.pool import RankPool
@@ -35,8 +36,8 @@ from harness.verdict import Divergence, Property, Stage
 FULL_CAMPAIGN = 300
 """From this many scenarios on (and worlds 3 and 4) a campaign must have reached every required situation."""
 
-DEFAULT_BUCKET = 2**25
-"""Requested bucket of a given parameter list (elements): the default of ZeroMaster, what people train with."""
+LARGEST_BUCKET = 2**25
+"""Requested bucket of a large parameter list (elements): the default of ZeroMaster, what people train with."""
 
 REPEAT_EVERY = 20
 """Every so many scenarios one is run twice and must give the same bits."""
@@ -55,7 +56,7 @@ class CampaignOptions:
     Attributes:
         examples: scenarios in all; with ``parameters``, scenarios for each world.
         seconds: upper bound of the whole campaign.
-        bucket: requested bucket size in elements; None: drawn, or with ``parameters`` 2**25.
+        bucket: requested bucket size in elements; None: drawn, or with ``parameters`` :func:`bucket_for` them.
         parameters: the user's own list instead of drawn ones.
         report: where failing cases are saved.
         timeout_s: limit of one scenario; None: by its size.
@@ -259,7 +260,7 @@ class _Listed:
         parameters = options.parameters or ()
         self.cases: list[Scenario] = []
         for world in options.worlds:
-            bucket = options.bucket or DEFAULT_BUCKET
+            bucket = options.bucket or bucket_for(parameters)
             _check_memory(parameters, world, bucket, "the parameter list")
             self.cases += presets.campaign(parameters, world, bucket, options.seed, options.examples)
         self.total = len(self.cases)
@@ -272,6 +273,12 @@ class _Listed:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def bucket_for(parameters: Sequence[Parameter]) -> int:
+    """A bucket for a given list: what people train with, but small enough that there are bucket edges to get wrong."""
+    numel = sum(parameter.numel for parameter in parameters)
+    return min(LARGEST_BUCKET, max(1, 2 * numel // 9))
 
 
 def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
@@ -325,6 +332,7 @@ class _Search:
 
     def _indices(self) -> Iterator[int]:
         for index in range(self.source.total):
+            raise_if_interrupted()
             if self.options.seconds is not None and self.tally.elapsed >= self.options.seconds:
                 self.observer.note(f"time is up after {index} of {self.source.total} examples")
                 return
@@ -347,6 +355,7 @@ class _Search:
 
         def fails(scenario: Scenario) -> bool:
             nonlocal tried
+            raise_if_interrupted()
             if time.monotonic() > deadline:
                 raise _TimeUp
             tried += 1
@@ -501,6 +510,8 @@ def _replay_command(options: CampaignOptions, path: Path, *, same_subject: bool)
         words += ["--subject", options.subject.given]
         for name, value in options.subject.args.items():
             words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]
+    if options.timeout_s is not None:
+        words += ["--timeout", f"{options.timeout_s:g}"]
     if options.backend != "gloo":
         words += ["--backend", options.backend]
     return shlex.join(words)

@@ -32,6 +32,26 @@ class Property(enum.Enum):
     DETERMINISM = "determinism"
 
 
+PROPERTY_SUMMARIES = {
+    Property.WEIGHTS: "the compute weights of every rank are the unsharded trainer's at every stage, bit for bit",
+    Property.AGREEMENT: "after each gather all ranks hold the same compute weights",
+    Property.MASTER: "the fp32 master is the unsharded trainer's, at construction and after each update",
+    Property.MOMENTS: "so are both AdamW moments",
+    Property.GRADIENT: "what reduce_scatter() puts into master.grad is the sum over all ranks",
+    Property.NORM: "grad_sq_norm() is right, and has the same bits on every rank",
+    Property.CLIP: "scaling master.grad in place clips what the optimizer and the next norm see",
+    Property.SPILL: "the parts of a step of several parts add up",
+    Property.INTAKE: "collect() clears .grad; has_grad and spills say what waits; discard() leaves nothing behind",
+    Property.STORAGE: "parameters keep their storage, shape and dtype, and nothing beside them is written",
+    Property.OWNERSHIP: "every element has one owner; padding is zero and enters nothing",
+    Property.MEMORY: "consumed gradients are released; a built-in keeps no more alive than its formula says",
+    Property.TRAFFIC: "all ranks call the same collectives in the same order; a built-in those its layout implies",
+    Property.PROGRESS: "every rank finishes with a verdict: no exception, no crash, no hang",
+    Property.DETERMINISM: "the same scenario gives the same bits every time",
+}
+"""One sentence for each property, for people."""
+
+
 class Stage(enum.Enum):
     """Where in a step, in order of time; BUILD comes before the first step."""
 

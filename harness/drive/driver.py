@@ -392,6 +392,7 @@ class Driver:
                     f"relative error {judged.error:.3g}, bound {judged.bound:.3g} ({judged.oracle.value})",
                     expected=exact.value,
                     actual=observed,
+                    expected_bits=bits_of(torch.tensor(exact.value, dtype=returned.dtype)),
                     actual_bits=bits,
                 )
         return observed

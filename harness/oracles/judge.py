@@ -106,7 +106,7 @@ def _split_status(verdicts: Sequence[RankVerdict]) -> list[Divergence]:
         if not ranks or not others:
             continue
         where = verdicts[ranks[0]].divergence
-        detail = verdicts[ranks[0]].detail
+        detail = (verdicts[ranks[0]].detail or "").strip().rpartition("\n")[2]
         found.append(
             Divergence(
                 property=Property.PROGRESS,

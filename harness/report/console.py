@@ -282,7 +282,7 @@ def _labelled(label: str, value: str) -> str:
 def _output(output: str) -> list[str]:
     printed = output.rstrip().splitlines()
     left_out = len(printed) - OUTPUT_LINES
-    head = f"the last {OUTPUT_LINES} of {len(printed)} lines that ranks printed" if left_out > 0 else "ranks printed"
+    head = f"the last {OUTPUT_LINES} of {len(printed)} lines from the ranks" if left_out > 0 else "from the ranks"
     return [_labelled("output", f"{head}:")] + [f"    | {line}" for line in printed[-OUTPUT_LINES:]]
 
 

@@ -54,7 +54,7 @@ def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
     assert set(listed) == {"subjects", "presets", "properties", "situations"}
     assert "zero2" in listed["subjects"]
     assert "gpt2" in listed["presets"]
-    assert listed["properties"] == [item.value for item in Property]
+    assert list(listed["properties"]) == [item.value for item in Property]
     assert listed["situations"] == [item.value for item in Situation]
     assert shown.returncode == 0
     for names in listed.values():

@@ -227,7 +227,7 @@ def test_a_rank_that_hangs_is_a_violation_and_said_to_hang() -> None:
     assert blamed(evaluation) == (Property.PROGRESS, 1, 1, Stage.NORM)
     assert evaluation.hung
     assert evaluation.divergence is not None
-    assert "still running at the time-out" in evaluation.divergence.message
+    assert "still running when its time was up" in evaluation.divergence.message
 
 
 def test_of_several_that_hang_the_first_is_named() -> None:
@@ -449,7 +449,7 @@ def test_the_output_is_that_of_the_rank_of_the_divergence() -> None:
 def test_the_output_holds_what_was_raised_and_where_threads_were() -> None:
     assert concluded(raised(0, Stage.NORM, "planted")).output == "Traceback: planted"
     stuck = silent(0, RankEnd.TIMED_OUT, None, output="printed", stacks="File x, line 3")
-    assert concluded(stuck).output == "printed\nFile x, line 3"
+    assert concluded(stuck).output == "printed\nwhere rank 0 was when it was stopped:\nFile x, line 3"
 
 
 def test_nothing_is_shown_of_a_run_that_holds() -> None:

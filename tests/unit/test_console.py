@@ -115,7 +115,7 @@ def test_failure_block_labels_everything_and_ends_with_the_replay_command() -> N
         "  actual       nan (bits 0x7fc00000, 1 ulp off)\n"
         "  mismatches   1,200 elements\n"
         "  message      the reduced gradient differs\n"
-        "  output       ranks printed:\n"
+        "  output       from the ranks:\n"
         "    | one\n"
         "    | two\n"
         "  case         /tmp/a dir/case.json\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.ending import internal_error, interruptible
+from harness.ending import internal_error, interruptible, raise_if_interrupted
 
 
 class Clock:
@@ -71,3 +71,14 @@ def test_without_a_place_for_the_traceback_it_is_printed(
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     assert internal_error(ValueError("x")) == "internal error: ValueError: x (traceback above)"
     assert capsys.readouterr().err == "ValueError: x\n"
+
+
+def test_an_interrupt_that_python_lost_is_raised_again_when_asked() -> None:
+    """What a handler raises inside a garbage collector's callback is printed and ignored."""
+    with interruptible():
+        raise_if_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            raise_if_interrupted()
+    raise_if_interrupted()

@@ -23,7 +23,7 @@ from harness.errors import UsageError
 from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
 from harness.launch.pool import RankPool
 from harness.report.result import EXIT_HOLDS, EXIT_INTERRUPTED, EXIT_UNKNOWN, EXIT_VIOLATED, Result
-from harness.runner import REPEAT_EVERY, REPLAYS, CampaignOptions, replay_case, run_campaign
+from harness.runner import REPEAT_EVERY, REPLAYS, CampaignOptions, bucket_for, replay_case, run_campaign
 from harness.scenario import codec, generate, presets
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values, steps
 from harness.scenario.situations import RUNTIME, Situation, reached, required
@@ -496,13 +496,18 @@ def test_a_parameter_list_is_run_so_often_at_each_world(campaign: Campaign, pool
         assert [plan.clip is not None for plan in plans] == [False, False, True]
 
 
-@pytest.mark.parametrize(("bucket", "used"), [(None, 2**25), (7, 7)])
-def test_a_parameter_list_gets_the_usual_bucket_or_the_given_one(
+@pytest.mark.parametrize(("bucket", "used"), [(None, 2 * 21 // 9), (7, 7)])
+def test_a_parameter_list_gets_a_bucket_that_cuts_it_or_the_given_one(
     bucket: int | None, used: int, campaign: Campaign, pool: CannedPool
 ) -> None:
     campaign(parameters=LIST, examples=1, bucket=bucket)
 
     assert [scenario.bucket for scenario in pool.scenarios] == [used, used]
+
+
+def test_a_large_list_gets_the_bucket_people_train_with() -> None:
+    assert bucket_for([Parameter("w", (2**28,))]) == 2**25
+    assert bucket_for([Parameter("w", (1,))]) == 1
 
 
 @pytest.mark.usefixtures("short_campaigns_are_full")
@@ -533,7 +538,7 @@ def test_what_does_not_fit_in_memory_is_refused_before_any_rank_starts(
     pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the largest world, with both figures; what just fits is run."""
-    needed = presets.memory_estimate(LIST, 2, 2**25)
+    needed = presets.memory_estimate(LIST, 2, bucket_for(LIST))
     given = options(parameters=LIST, worlds=(1, 2), examples=1)
     memory_of(monkeypatch, needed - 1)
     with pytest.raises(UsageError, match=r"the parameter list \(21 elements\) at world 2 needs about .* GiB"):
