@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 from harness.evaluate import start_pool
 from harness.launch.pool import RankPool
 from tests.support import Campaigns
+
+
+def pytest_configure() -> None:
+    """A background job starts with Ctrl-C ignored, and its children too: tests that send it need it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
