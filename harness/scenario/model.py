@@ -182,6 +182,9 @@ def check(scenario: Scenario) -> str | None:
             return f"parameters[{index}].name: {parameter.name!r} is the name of parameters[{first}] already"
     if scenario.values.exponent + scenario.values.spread > MAX_EXPONENT:
         return f"values.spread: exponent + spread is more than {MAX_EXPONENT}, sums would overflow"
+    narrow = any(parameter.dtype == "fp16" for parameter in scenario.parameters)
+    if narrow and not -24 <= scenario.values.exponent <= scenario.values.exponent + scenario.values.spread <= 8:
+        return "values.exponent: gradients of fp16 parameters need exponents from -24 to 8, spread included"
     if scenario.values.domain is not Domain.GENERAL and scenario.values.spread != 0:
         return f"values.spread: must be 0 in domain {scenario.values.domain.value!r}"
     if not isinstance(scenario.operations[0], Build):

@@ -69,11 +69,20 @@ def cases(draw: st.DrawFn) -> Case:
         ]
         operations += draw(st.sampled_from(ending))
     fraction = st.floats(0, 1, exclude_max=True)
+    narrow = any(parameter.dtype == "fp16" for parameter in parameters)
+    exponent, spread = (
+        (draw(st.integers(-24, 0)), draw(st.integers(0, 8)))
+        if narrow
+        else (
+            draw(st.integers(-133, 60)),
+            draw(st.integers(0, 40)),
+        )
+    )
     scenario = Scenario(
         world=world,
         seed=draw(st.integers(0, 2**63 - 1)),
         parameters=tuple(parameters),
-        values=Values(Domain.GENERAL, draw(st.integers(1, 255)), draw(st.integers(-133, 60)), draw(st.integers(0, 40))),
+        values=Values(Domain.GENERAL, draw(st.integers(1, 255)), exponent, spread),
         optimizer=AdamW(
             lr=draw(st.floats(0, 10)), beta1=draw(fraction), beta2=draw(fraction), foreach=draw(st.booleans())
         ),
