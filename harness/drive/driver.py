@@ -486,8 +486,7 @@ class Driver:
             largest_bucket=max(bucket.padded for bucket in partition.buckets),
             spilled=self.intake.spills > 0,
         )
-        reference_owned = [moment for index in range(len(self.weights.parameters)) for moment in self._moments(index)]
-        alive = memory.since([*self.weights.tensors(), *reference_owned])
+        alive = memory.since([*self.weights.tensors(), *self.reference.state()])
         self.record.checked(Property.MEMORY)
         if alive > limit:
             self.record.diverge(
@@ -496,9 +495,6 @@ class Driver:
                 expected=float(limit),
                 actual=float(alive),
             )
-
-    def _moments(self, parameter: int) -> tuple[Tensor, ...]:
-        return self.reference.moments(parameter) if self.reference.num_steps else ()
 
     # -- comparisons ---------------------------------------------------------------------------------------------
 

@@ -123,6 +123,12 @@ class UnshardedTrainer:
         """The fp32 master of one parameter, in its shape; not a copy."""
         return self._masters[parameter].detach()
 
+    def state(self) -> list[Tensor]:
+        """All tensors of the optimizer's state: moments and step counters of every parameter; none before a step."""
+        return [
+            value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+        ]
+
     def moments(self, parameter: int) -> tuple[Tensor, Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of one parameter, fp32, in its shape; not copies.
 
