@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -111,10 +111,22 @@ class Evaluator:
             UndecidedError: the harness failed, not the subject.
         """
         self.prepare(scenario.world)
+        before = len(self._pool.incidents)
         outcome = self._run(scenario.world, encode(RunScenario(self._subject, scenario)), self._timeout_s(scenario))
         if not outcome.replied:
             self._imported.discard(scenario.world)  # the next run starts fresh ranks
+        crashed = _crashed(self._pool.incidents[before:])
+        if crashed is not None:
+            return crashed
         return conclude(outcome, lambda rank: trail.read(self._pool.directory, scenario.world, rank))
+
+    def crashed_when_idle(self, world: int) -> Evaluation | None:
+        """A violation when a rank of this world, if there is any, ended after it had sent its last verdict."""
+        if world not in self._imported:
+            return None
+        before = len(self._pool.incidents)
+        self._run(world, encode(CheckSubject(self._subject)), IMPORT_TIMEOUT_S)
+        return _crashed(self._pool.incidents[before:])
 
     def _run(self, world: int, task: bytes, timeout_s: float) -> Outcome:
         try:
@@ -173,6 +185,14 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
         output=_output(outcome, verdicts, judgement.divergence),
         seconds=outcome.seconds,
     )
+
+
+def _crashed(incidents: Sequence[str]) -> Evaluation | None:
+    """What a subject leaves running in a rank may end it between two scenarios: a crash, with every verdict there."""
+    if not incidents:
+        return None
+    found = Divergence(property=Property.PROGRESS, stage=Stage.GATHER, message=f"after a scenario, {incidents[0]}")
+    return Evaluation(Conclusion.VIOLATED, found, fingerprint=(Property.PROGRESS,))
 
 
 def _require_working(outcome: Outcome) -> None:

@@ -100,6 +100,7 @@ class _Tally:
     run: Counter[int] = field(default_factory=Counter)
     seconds: Counter[int] = field(default_factory=Counter)
     discarded: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
     oracle: Counter[str] = field(default_factory=Counter)
     reached: Counter[str] = field(default_factory=Counter)
@@ -115,6 +116,7 @@ class _Tally:
     def add(self, scenario: Scenario, evaluation: Evaluation) -> None:
         if evaluation.conclusion is Conclusion.UNSUPPORTED:
             self.discarded += 1
+            self.declined.update(situation.value for situation in reached(scenario))
             return
         self.run[scenario.world] += 1
         self.seconds[scenario.world] += evaluation.seconds  # type: ignore[assignment]  # a Counter adds floats too
@@ -315,6 +317,7 @@ class _Search:
         self.tally = tally
         self.source = source
         self.best: _Found | None = None
+        self.last: dict[int, Scenario] = {}  # world -> the scenario its ranks ran last
 
     def run(self) -> _Found | None:
         """The first violation, made small; None when all scenarios hold."""
@@ -323,11 +326,20 @@ class _Search:
             rate = self.tally.num_run / max(self.tally.elapsed, 1e-9)
             self.observer.example(index, self.source.total, scenario.world, scenario, rate)
             evaluation = self.evaluator.evaluate(scenario)
+            self.last[scenario.world] = scenario
             self.tally.add(scenario, evaluation)
             if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
                 evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
             if evaluation.conclusion is Conclusion.VIOLATED:
                 return self._explain(index, scenario, evaluation)
+        return self._crashed_afterwards()
+
+    def _crashed_afterwards(self) -> _Found | None:
+        """A rank may also end when it has sent its last verdict."""
+        for world, scenario in self.last.items():
+            evaluation = self.evaluator.crashed_when_idle(world)
+            if evaluation is not None:
+                return _Found(scenario, evaluation)
         return None
 
     def _indices(self) -> Iterator[int]:
@@ -434,7 +446,9 @@ def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
         return None
     wanted = required(options.worlds, options.bucket)
     missing = [situation.value for situation in Situation if situation in wanted and not tally.reached[situation.value]]
-    if missing and not tally.discarded:
+    # What every scenario that had it was declined for lies outside the subject's space; all else had to be reached.
+    missing = [name for name in missing if not tally.declined[name]]
+    if missing:
         return f"a full campaign never reached: {', '.join(missing)}"
     unchecked = [prop.value for prop in APPLICABLE if not tally.checks[prop.value]]
     if unchecked:

@@ -167,9 +167,11 @@ class Driver:
             self.record.diverge(
                 Property.OWNERSHIP,
                 f"master has {self.master.numel()} elements, a shard of {origin} has {partition.shard_len}",
-                expected=float(partition.shard_len),
-                actual=float(self.master.numel()),
+                expected=str(partition.shard_len),
+                actual=str(self.master.numel()),
             )
+        if not self.record.clean:
+            raise CannotGoOnError  # where elements lie is not known; a stated length may also be of any size
         self.record.checked(Property.OWNERSHIP)
         return partition
 
@@ -430,13 +432,7 @@ class Driver:
         with self._subject("gather_params"):
             self.subject.gather_params()
         self.reference.gather()
-        self.record.checked(Property.STORAGE)
-        problem = self.weights.problem()
-        if problem is not None:
-            index, message = problem
-            name = None if index is None else self.scenario.parameters[index].name
-            self.record.diverge(Property.STORAGE, message, parameter=name)
-            raise CannotGoOnError  # there may be no place any more for the next part's gradients
+        self._check_storage()
         self.record.weights(digest(self.weights.parameters))
         self._compare_weights("after gather_params()")
 
@@ -530,12 +526,23 @@ class Driver:
 
     def _compare_weights(self, when: str) -> None:
         """The compute weights are the unsharded trainer's at all times: only a gather may change them."""
+        self._check_storage()
         if not self.record.clean:
             return
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
         self.record.checked(Property.WEIGHTS, difference.compared)
         if difference.mismatch is not None:
             self.record.diverge(Property.WEIGHTS, f"{when} the compute weights differ", difference)
+
+    def _check_storage(self) -> None:
+        """The parameters are where and what they were at all times, not only after a gather has put them right."""
+        self.record.checked(Property.STORAGE)
+        problem = self.weights.problem()
+        if problem is not None:
+            index, message = problem
+            name = None if index is None else self.scenario.parameters[index].name
+            self.record.diverge(Property.STORAGE, message, parameter=name)
+            raise CannotGoOnError  # there may be no place any more for the next part's gradients
 
     def _compare_padding(self, what: str, shard: Tensor) -> None:
         """Padding belongs to no parameter: it is zero at the start and sums to zero.

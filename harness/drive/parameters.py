@@ -45,7 +45,7 @@ class ComputeWeights:
         """``(parameter index, what is wrong)`` when storage moved or something outside the weights was written."""
         for index, (parameter, initial) in enumerate(zip(self.parameters, self.initial, strict=True)):
             if parameter.data_ptr() != self._addresses[index]:
-                return index, "the parameter has another storage than before the gather: references to it are stale"
+                return index, "the parameter has another storage than at construction: references to it are stale"
             if not parameter.requires_grad:
                 return index, "the parameter no longer requires a gradient: the next backward would pass it over"
             form = (parameter.dtype, parameter.shape, parameter.stride())

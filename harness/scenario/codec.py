@@ -183,6 +183,9 @@ def load_parameters(path: Path) -> tuple[Parameter, ...]:
     numel = sum(math.prod(entry.shape) for entry in listed)
     if not 1 <= numel <= MAX_ELEMENTS:
         raise CaseError(f"{source}: $: expected 1 to {MAX_ELEMENTS} elements in all, got {numel}")
+    for index, entry in enumerate(listed):
+        if Parameter(entry.name, entry.shape).extent > MAX_ELEMENTS:
+            raise CaseError(f"{source}: $[{index}].shape: dimensions other than 0 multiply to over {MAX_ELEMENTS}")
     return tuple(Parameter(entry.name, entry.shape) for entry in listed)
 
 

@@ -57,6 +57,11 @@ class Parameter(Struct, frozen=True, forbid_unknown_fields=True):
         """Its number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def extent(self) -> int:
+        """The product of its dimensions other than 0: torch computes with it even where there is no element."""
+        return math.prod(dim or 1 for dim in self.shape)
+
 
 class Values(Struct, frozen=True, forbid_unknown_fields=True):
     """How gradients are drawn: ``k * 2**(exponent + s)``, integer ``|k| <= max_k``, ``0 <= s <= spread`` per element.
@@ -177,6 +182,8 @@ def check(scenario: Scenario) -> str | None:
         return f"parameters: {scenario.numel} elements, at most {MAX_ELEMENTS}"
     first_use: dict[str, int] = {}
     for index, parameter in enumerate(scenario.parameters):
+        if parameter.extent > MAX_ELEMENTS:
+            return f"parameters[{index}].shape: dimensions other than 0 multiply to more than {MAX_ELEMENTS}"
         first = first_use.setdefault(parameter.name, index)
         if first != index:
             return f"parameters[{index}].name: {parameter.name!r} is the name of parameters[{first}] already"

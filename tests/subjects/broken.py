@@ -715,6 +715,60 @@ class ExitsInReduce(PlainZero):
         super().reduce_scatter()
 
 
+class CrashesWhenIdle(PlainZero):
+    """Bug: something left running ends the process a moment after the scenario. Trigger: any. First: progress."""
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        threading.Timer(0.05, os._exit, (3,)).start()
+
+
+class CastsItsParameters(PlainZero):
+    """Bug: makes the parameters fp32 at construction. Trigger: any. First: storage at build."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        for p in params:
+            p.data = p.data.float()
+
+
+class FrozenUntilGather(PlainZero):
+    """Bug: the parameters require no gradient from construction to the first gather. First: storage at build."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        for p in params:
+            p.requires_grad_(False)
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        for p in self.params:
+            p.requires_grad_(True)
+
+
+class FlattensUntilGather(PlainZero):
+    """Bug: collect leaves the parameters flat, the gather restores their shape. First: storage at collect."""
+
+    def collect(self, more: bool) -> None:
+        super().collect(more)
+        self._shapes = [p.shape for p in self.params]
+        for p in self.params:
+            p.data = p.data.view(-1)
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        for p, shape in zip(self.params, self._shapes, strict=True):
+            p.data = p.data.view(shape)
+
+
+class StatesHugeBuckets(PlainZero):
+    """Bug: `buckets` states a padded length far beyond any memory. Trigger: any. First: ownership at build."""
+
+    @property
+    def buckets(self) -> list[Cut]:
+        return [(0, self._offsets[-1], self.world * 10**400)]
+
+
 class HangsInNorm(PlainZero):
     """Bug: the last rank waits for ever in the norm. Trigger: any step. First: progress at norm, by time-out."""
 

@@ -90,6 +90,11 @@ BROKEN: tuple[Broken, ...] = (
     _broken("RaisesInGather", "progress", "gather", 1, "two completed steps"),
     _broken("SystemExitInGather", "progress", "gather", 1, "a completed step"),
     _broken("ExitsInReduce", "progress", "reduce", 1, "two completed steps"),
+    _broken("CrashesWhenIdle", "progress|determinism", "collect|reduce|norm|update|gather|build", 1, "any"),
+    _broken("CastsItsParameters", "storage", "build", 1, "any"),
+    _broken("FrozenUntilGather", "storage", "build", 1, "any"),
+    _broken("FlattensUntilGather", "storage", "collect", 1, "a parameter of other than one dimension"),
+    _broken("StatesHugeBuckets", "ownership", "build", 1, "any"),
     _broken("HangsInNorm", "progress", "norm", 1, "any step; costs a whole time-out"),
 )
 

@@ -474,6 +474,7 @@ class CannedPool:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.incidents: list[str] = []
         self.check: Callable[[int], RankReport] = lambda rank: checked(rank, None)
         self.run_scenario: Callable[[int], RankReport] = done
         self.tasks: list[tuple[int, CheckSubject | RunScenario, float]] = []

@@ -93,6 +93,7 @@ class CannedPool:
         self.directory = directory
         self.answer = answer
         self.problem: str | None = None
+        self.incidents: list[str] = []
         self.raises: dict[int, BaseException] = {}
         self.scenarios: list[Scenario] = []
         self.worlds_checked: list[int] = []
@@ -248,7 +249,14 @@ def test_scenarios_are_those_of_the_seed_in_order_and_worlds_take_turns(
     assert pool.scenarios == [draw(7, index, (1, 3, 2)) for index in range(7)]
     assert watcher.examples == [(index, 7, (1, 3, 2)[index % 3]) for index in range(7)]
     assert watcher.num_started == 1
-    assert sorted(pool.worlds_checked) == [1, 2, 3]
+    assert sorted(pool.worlds_checked) == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]  # at the start, and whether the ranks still live at the end
     assert (result.verdict, result.exit_code, result.reason, result.failure) == ("holds", EXIT_HOLDS, None, None)
     assert (result.examples.run, result.examples.discarded) == (7, 0)
     assert {world: examples.count for world, examples in result.examples.per_world.items()} == {1: 3, 2: 2, 3: 2}
@@ -450,21 +458,43 @@ def test_a_campaign_without_worlds_three_and_four_is_never_full(
 
 
 @pytest.mark.usefixtures("short_campaigns_are_full")
-def test_a_subject_with_a_space_of_its_own_need_not_reach_everything_but_check_it(
+def test_a_situation_that_came_up_only_in_declined_scenarios_is_not_required(
     campaign: Campaign, pool: CannedPool
 ) -> None:
-    """What it refuses counts as drawn: a campaign does not escape by being refused now and then."""
+    """One that came up in no scenario at all is, also of a class that declines some."""
+    declined = Situation.DISCARD_HELD
 
-    def answer(scenario: Scenario, rank: int, run: int, **lacking: Any) -> RankReport:
-        return refuses(scenario, rank, run) if run == 3 else replied(verdict(scenario, rank, situations=(), **lacking))
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        return (
+            refuses(scenario, rank, run)
+            if declined in reached(scenario)
+            else replied(verdict(scenario, rank, situations=EVERYTHING))
+        )
 
     pool.answer = answer
-    assert campaign(worlds=(3, 4), examples=20).verdict == "holds"
-    pool.scenarios.clear()
-    pool.answer = functools.partial(answer, **LACKING["storage"])
-    result = campaign(worlds=(3, 4), examples=20)
+    result = campaign(worlds=(3, 4), examples=80)
+    assert result.examples.discarded > 0
+    assert (result.verdict, result.reason) == ("holds", None)
 
-    assert (result.examples.run, result.examples.discarded) == (19, 1)
+    pool.scenarios.clear()
+    pool.answer = lambda scenario, rank, run: (
+        refuses(scenario, rank, run) if run == 3 else replied(verdict(scenario, rank, situations=()))
+    )
+    result = campaign(worlds=(3, 4), examples=80)
+    assert result.examples.discarded == 1
+    lacking = ", ".join(situation.value for situation in Situation if situation in RUNTIME)
+    assert (result.verdict, result.reason) == ("unknown", f"a full campaign never reached: {lacking}")
+
+
+@pytest.mark.usefixtures("short_campaigns_are_full")
+def test_a_subject_with_a_space_of_its_own_must_check_every_property(campaign: Campaign, pool: CannedPool) -> None:
+    changes = {"situations": EVERYTHING, **LACKING["storage"]}
+    pool.answer = lambda scenario, rank, run: (
+        refuses(scenario, rank, run) if run == 3 else replied(verdict(scenario, rank, **changes))
+    )
+    result = campaign(worlds=(3, 4), examples=80)
+
+    assert (result.examples.run, result.examples.discarded) == (79, 1)
     assert (result.verdict, result.reason) == ("unknown", "a full campaign never checked: storage")
 
 
