@@ -497,7 +497,7 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
     divergence = found.evaluation.divergence
     if divergence is None:
         raise ValueError("a violation without a divergence")
-    summary = {key: value for key, value in msgspec.to_builtins(divergence).items() if value is not None}
+    summary = divergence.summary()
     subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
     path: Path | None = None
     note = ""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import builtins
 import enum
+import math
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 
@@ -106,6 +109,15 @@ class Divergence(Struct, frozen=True, kw_only=True):
     def when(self) -> tuple[int, int]:
         """Sort key: the build first, then by step and stage."""
         return (-1 if self.step is None else self.step, STAGE_ORDER[self.stage])
+
+    def summary(self) -> dict[str, Any]:
+        """What applies, as plain JSON; inf and nan, which JSON has no numbers for, are words."""
+        fields = {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+        for name in ("expected", "actual"):
+            value = fields.get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                fields[name] = str(value)
+        return fields
 
 
 class Collective(Struct, frozen=True, array_like=True):

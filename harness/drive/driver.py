@@ -1,9 +1,9 @@
 """Drive one scenario on one rank: the subject, the unsharded reference, and a comparison after every stage.
 
 The order of calls is that of ``spec/guarantees.md`` ("The step as the harness drives it"). Only the subject
-communicates; a rank compares its own pieces with a reference that it computes whole. The one exception is a gradient
-of the general domain that is right within the rounding bound but not bit for bit: later stages are then compared from
-the gradient that was observed, and the ranks exchange it (outside the log of collectives).
+communicates; a rank compares its own pieces with a reference that it computes whole. The exception is the general
+domain, where sums round: the ranks tell each other whether the reference added as the subject did, and exchange what
+was observed when no order explains it (outside the log of collectives).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from harness.drive.parameters import ComputeWeights
 from harness.drive.record import NORM_DTYPES, Record, bits_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
+from harness.drive.summation import Prober, Summation, Summations, calls_of_step, fingerprint
 from harness.drive.trail import Trail
 from harness.errors import exception_text
 from harness.launch.rank import RankContext
@@ -115,9 +116,7 @@ class Driver:
         self.reference = UnshardedTrainer(self.weights.initial, scenario.optimizer, self.device)
         self.memory = self._live_memory()
         with self._subject("__init__"):
-            self.subject = self.cls(
-                list(self.weights.parameters), self.rank, scenario.world, bucket=scenario.bucket, **self.args
-            )
+            self.subject = self._another_subject(list(self.weights.parameters))
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
@@ -126,9 +125,15 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
+        self.summations = Summations(
+            scenario, self.shard, Prober(self.context, self._another_subject, scenario, self.shard)
+        )
         self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
         self._compare_padding("the initial master", self.master)
         self._compare_weights("after construction")
+
+    def _another_subject(self, parameters: list[torch.nn.Parameter]) -> Any:  # noqa: ANN401 (of the user's class)
+        return self.cls(parameters, self.rank, self.scenario.world, bucket=self.scenario.bucket, **self.args)
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)
@@ -259,20 +264,24 @@ class Driver:
         self._check_intake("reduce_scatter()")
         self._check_released(handed_over, "reduce_scatter()")
         self._compare_weights("after reduce_scatter()")
-        self._set_reference_gradients(plan)
         self._compare_gradient(plan)
         self._compare_padding("master.grad", self._gradient())
 
-    def _set_reference_gradients(self, plan: StepPlan) -> None:
+    def _reduced(self, plan: StepPlan, summation: Summation | None) -> list[Tensor]:
+        """The step's reduced gradients, by parameter; without a summation (exact domains) in any order."""
         gradients: list[Tensor] = []
+        start = 0
         for index, parameter in enumerate(self.scenario.parameters):
-            reduced = contributions.reduced(self.scenario, plan, index)
+            if summation is None:
+                reduced = contributions.reduced(self.scenario, plan, index)
+            else:
+                order = summation.order.slice(start, start + parameter.numel)
+                reduced = contributions.reduced_in_order(self.scenario, plan, index, order, summation.nesting)
+            start += parameter.numel
             gradients.append(torch.from_numpy(reduced.value).to(self.device).view(parameter.shape))
-            if reduced.wide_partial_sum:
-                self.record.reached(Situation.WIDE_PARTIAL_SUM)
-            if reduced.wide_reduced_value:
-                self.record.reached(Situation.WIDE_REDUCED_VALUE)
-        self.reference.set_gradients(gradients)
+            for situation in reduced.shows:
+                self.record.reached(situation)
+        return gradients
 
     def _check_released(self, handed_over: HandedOver, after: str) -> None:
         if not self.record.clean or len(handed_over) == 0:
@@ -295,25 +304,25 @@ class Driver:
         return gradient
 
     def _compare_gradient(self, plan: StepPlan) -> None:
-        """Bitwise; in the general domain also within the any-order bound, with later stages then as observed.
+        """Bit for bit, in the general domain with sums added as the subject adds.
 
+        There a sum that no known order explains must be within the any-order bound; later stages are then as observed.
         Collective in the general domain, so every rank comes here, whatever it has found before.
         """
         observed = self._gradient()
         prop = Property.SPILL if len(plan.parts) > 1 else Property.GRADIENT
         self._require_shard(prop, "master.grad", observed)
-        exact = self.scenario.values.domain is not Domain.GENERAL
-        difference = Difference(0)
         if self.record.clean:
-            difference = self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
-            self.record.checked(Property.GRADIENT, difference.compared)
+            self.record.checked(Property.GRADIENT, self.shard.num_elements)
             if len(plan.parts) > 1:
-                self.record.checked(Property.SPILL, difference.compared)
-        if exact:
+                self.record.checked(Property.SPILL, self.shard.num_elements)
+        if self.scenario.values.domain is not Domain.GENERAL:
+            self.reference.set_gradients(self._reduced(plan, None))
             self.record.judged(Oracle.EXACT)
+            difference = self._gradient_difference(observed)
             if difference.mismatch is not None:
                 self.record.diverge(prop, "the reduced gradient differs", difference)
-        elif not self._some_rank(difference.mismatch is not None):
+        elif self._explained(plan, observed):
             self.record.judged(Oracle.ORDERED)
         else:
             self.record.judged(Oracle.BOUND)
@@ -324,18 +333,42 @@ class Driver:
                     self.record.diverge(prop, message, beyond)
             self._adopt(observed)
 
+    def _explained(self, plan: StepPlan, observed: Tensor) -> bool:
+        """Whether an order of addition gives all ranks' gradients bit for bit, and is the reference's now. Collective.
+
+        A rank that had found something wrong before ends the search: nothing is decided here any more.
+        """
+        calls = calls_of_step(self.record.collectives, self.record.step, self.scenario.world)
+        with self._subject("reduce_scatter, called on a second instance to find its order of addition"):
+            for summation in self.summations.candidates(plan, calls):
+                self.reference.set_gradients(self._reduced(plan, summation))
+                differs = self._gradient_difference(observed).mismatch is not None
+                wrong, over = self._over_ranks(differs, not self.record.clean, fingerprint(calls))
+                if not wrong:
+                    self.summations.explained_by(summation)
+                    return True
+                if over:
+                    return False
+        return False
+
+    def _gradient_difference(self, observed: Tensor) -> Difference:
+        if not self.record.clean:
+            return Difference(0)
+        return self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
+
     def _intervals(self, plan: StepPlan) -> Callable[[int], contributions.Interval]:
         """For each parameter, what its reduced gradient may be in any order of addition."""
         return functools.cache(lambda index: contributions.interval(self.scenario, plan, index))
 
-    def _some_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on any rank. Collective; not in the log."""
+    def _over_ranks(self, differs: bool, over: bool, calls: int) -> tuple[bool, bool]:
+        """Whether any rank found a difference (or saw other calls than the rest), and whether it is over on any."""
         if self.scenario.world == 1:
-            return condition
+            return differs, over
         with self.context.collectives.paused():
-            flag = torch.tensor([float(condition)], device=self.device)
-            torch.distributed.all_reduce(flag)
-        return bool(flag.item())
+            found = torch.tensor([int(differs), int(over), calls, -calls], device=self.device)
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        any_differs, any_over, most, least = found.tolist()
+        return bool(any_differs) or most != -least, bool(any_over)
 
     def _adopt(self, observed: Tensor) -> None:
         """Make what all ranks observed the reference's gradient. Collective; not in the log."""
@@ -355,7 +388,8 @@ class Driver:
             return
         coefficient = clip_coefficient(observed, plan.clip.max_norm)
         active = coefficient < 1.0
-        self.record.reached(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
+        if 0.0 < coefficient <= 1.0:  # what an infinite norm, or none at all, leaves shows nothing
+            self.record.reached(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
         with self._subject("master.grad"):
             self._gradient().mul_(coefficient)
         self.reference.scale_gradients(coefficient)

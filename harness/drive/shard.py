@@ -64,7 +64,7 @@ class Difference(NamedTuple):
 
 
 class ShardMap:
-    """Which elements of which parameters a rank's shard holds, and where."""
+    """Which elements of which parameters a rank's shard holds, and where; ``num_elements`` without padding."""
 
     def __init__(self, scenario: Scenario, partition: Partition, rank: int, device: torch.device) -> None:
         self.partition = partition
@@ -72,6 +72,7 @@ class ShardMap:
         self.device = device
         self._offsets = [0, *accumulate(parameter.numel for parameter in scenario.parameters)]
         self._pieces = list(self._cut())
+        self.num_elements = sum(piece.length for piece in self._pieces)
         self._chunks = list(_chunks(self._pieces))
         padding = [position for span in partition.padding(rank) for position in range(*span)]
         self._padding = torch.tensor(padding, dtype=torch.int64, device=device) if padding else None
@@ -142,7 +143,8 @@ class ShardMap:
             center = torch.from_numpy(interval.center[piece.start : piece.stop])
             bound = torch.from_numpy(interval.bound[piece.start : piece.stop])
             seen = shard[piece.shard_start : piece.shard_start + piece.length].cpu().double()
-            outside = ~((seen - center).abs() <= bound) & bound.isfinite()
+            same = (seen == center) | (seen.isnan() & center.isnan())
+            outside = ~(same | ((seen - center).abs() <= bound)) & bound.isfinite()
             compared += int(bound.isfinite().sum())
             inside_count = int(outside.sum())
             if inside_count and found is None:
@@ -161,13 +163,18 @@ class ShardMap:
         mismatch = None if bits is None else dataclasses.replace(bits, count=count)
         return Difference(compared, mismatch, piece.parameter, element, bucket, owner)
 
-    def assemble(self, shards: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """All ranks' shards put back together: new tensors shaped like the parameters."""
+    def flat(self, shards: Sequence[Tensor]) -> Tensor:
+        """All ranks' shards put back together: a new fp32 vector of all elements."""
         flat = torch.empty(self.partition.numel, dtype=torch.float32, device=self.device)
         for rank, shard in enumerate(shards):
             for segment in self.partition.segments(rank):
                 length = segment.stop - segment.start
                 flat[segment.start : segment.stop] = shard[segment.shard_start : segment.shard_start + length]
+        return flat
+
+    def assemble(self, shards: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """The same, as new tensors shaped like the parameters."""
+        flat = self.flat(shards)
         return [
             flat[start:stop].view(tensor.shape)
             for start, stop, tensor in zip(self._offsets, self._offsets[1:], like, strict=False)

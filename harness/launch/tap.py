@@ -40,7 +40,7 @@ _FUNCTIONS: dict[str, tuple[str, str | None]] = {
     "gather": ("gather", "tensor"),
     "gather_object": ("gather_object", None),
     "reduce": ("reduce", "tensor"),
-    "reduce_scatter": ("reduce_scatter", "input_list"),
+    "reduce_scatter": ("reduce_scatter_list", "input_list"),
     "reduce_scatter_single": ("reduce_scatter", "input"),
     "reduce_scatter_tensor": ("reduce_scatter", "input"),
     "_reduce_scatter_base": ("reduce_scatter", "input"),
@@ -63,7 +63,8 @@ class LoggedCollective(NamedTuple):
     """One call.
 
     Attributes:
-        kind: What it does, under one name for all its spellings (``reduce_scatter_tensor`` is ``reduce_scatter``).
+        kind: What it does, under one name for all its spellings (``reduce_scatter_tensor`` is ``reduce_scatter``). A
+            reduce-scatter of a list is a kind of its own: gloo makes it one ``reduce`` for each rank.
         dtype: Of the contribution, as ``"bfloat16"``; empty where there is no tensor (barriers, objects, new groups).
         length: Elements this rank contributes: the whole input of a reduce-scatter or all-to-all, the shard of an
             all-gather, the tensor of anything else; 0 where there is no tensor.

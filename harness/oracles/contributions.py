@@ -1,24 +1,31 @@
 """The gradient of a step as the unsharded trainer sees it, rebuilt from the scenario alone (numpy, no torch).
 
-Everything works on one parameter at a time, so that nothing needs memory for all elements of all ranks. The order of
-addition is the one in which a trainer without shards would meet the contributions: each rank adds its parts in order
-in fp32, then the ranks are added in rank order. In the exact domains every order gives the same bits, and at most two
-ranks have only one order.
+Everything works on one parameter at a time, so that nothing needs memory for all elements of all ranks. Without an
+order given, contributions are added as a trainer without shards would meet them: each rank adds its parts in order in
+fp32, then the ranks are added in rank order. In the exact domains every order gives the same bits, and at most two
+ranks have only one order; elsewhere the caller says how the backend adds (:mod:`harness.oracles.order`).
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.oracles.bounds import any_order_sum_bound
-from harness.scenario.model import Scenario, StepPlan
+from harness.oracles.bounds import FP32_MAX, any_order_sum_bound
+from harness.oracles.order import Order, add, fold, uniform
+from harness.scenario.model import Domain, Scenario, StepPlan
+from harness.scenario.situations import Situation
 from harness.scenario.values import gradient
 
 # The low half of an fp32 pattern: zero exactly when the value is a bf16 one (8 significant bits), subnormals included.
 _BELOW_BF16 = np.int32(0xFFFF)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_LARGEST = np.float32(float.fromhex("0x1.fep127"))  # of bf16
+_CANCELLED = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -28,20 +35,31 @@ class Reduced:
     Attributes:
         value: fp32 ``[numel]``; zeros where no rank had a gradient.
         num_contributions: how many (rank, part) gradients went into it.
-        wide_partial_sum: some rank's own sum over its parts holds a value that is not a bf16 one, so that a spill that
-            rounds to bf16 shows.
-        wide_reduced_value: ``value`` holds a value that is not a bf16 one, so that a reduction in bf16 shows.
+        shows: what a wrong sum of these contributions would be seen by.
     """
 
     value: NDArray[np.float32]
     num_contributions: int
-    wide_partial_sum: bool
-    wide_reduced_value: bool
+    shows: frozenset[Situation]
+
+
+class Nesting(enum.Enum):
+    """How a sum over parts and ranks is nested.
+
+    PARTS_INSIDE: each rank adds its parts, then the ranks are added. RANKS_INSIDE: each part is added over the ranks,
+    then the parts are added.
+    """
+
+    PARTS_INSIDE = "parts inside"
+    RANKS_INSIDE = "ranks inside"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """What any order of fp32 additions can give: within ``bound`` of ``center``, both fp64 ``[numel]``."""
+    """What any order of fp32 additions can give: within ``bound`` of ``center``, both fp64 ``[numel]``.
+
+    A bound of inf asks for nothing; a center of inf or nan, with a bound of 0, for exactly that.
+    """
 
     center: NDArray[np.float64]
     bound: NDArray[np.float64]
@@ -71,19 +89,10 @@ def reduced(scenario: Scenario, step: StepPlan, parameter: int) -> Reduced:
     """Sum of all ranks' and parts' gradients of one parameter, added in fp32: parts in order, then ranks in order."""
     total: NDArray[np.float32] | None = None
     num_contributions = 0
-    wide_partial = False
+    shows: set[Situation] = set()
     for rank in range(scenario.world):
-        own: NDArray[np.float32] | None = None
-        for part in range(len(step.parts)):
-            array = contribution(scenario, step, rank, part, parameter)
-            if array is None:
-                continue
-            num_contributions += 1
-            if own is None:
-                own = array
-            else:
-                own += array
-                wide_partial = wide_partial or _wide(own)
+        own, count = _own_sum(scenario, step, rank, parameter, shows)
+        num_contributions += count
         if own is None:
             continue  # zeros: adding them changes no bit but the sign of a zero, and gradients' zeros compare equal
         if total is None:
@@ -92,27 +101,124 @@ def reduced(scenario: Scenario, step: StepPlan, parameter: int) -> Reduced:
             total += own
     if total is None:
         total = np.zeros(scenario.parameters[parameter].numel, np.float32)
-    return Reduced(total, num_contributions, wide_partial, _wide(total))
+    if _wide(total):
+        shows.add(Situation.WIDE_REDUCED_VALUE)
+    return Reduced(total, num_contributions, frozenset(shows))
+
+
+def reduced_in_order(scenario: Scenario, step: StepPlan, parameter: int, order: Order, nesting: Nesting) -> Reduced:
+    """The same sum, with the ranks of each element added as ``order`` says: one label for each of the elements.
+
+    Sums that overflow, and those with inf or nan in them, come out as in a backend.
+    """
+    zeros = np.zeros(scenario.parameters[parameter].numel, np.float32)
+    num_contributions = 0
+    shows: set[Situation] = set()
+    rows = []
+    for rank in range(scenario.world):
+        own, count = _own_sum(scenario, step, rank, parameter, shows)
+        num_contributions += count
+        rows.append(zeros if own is None else own)
+    if nesting is Nesting.PARTS_INSIDE:
+        total = add(order, rows)
+    else:
+        total = zeros.copy()
+        for part in range(len(step.parts)):
+            terms = [contribution(scenario, step, rank, part, parameter) for rank in range(scenario.world)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                total += add(order, [zeros if term is None else term for term in terms])
+    shows |= _seen_by(rows, total)
+    return Reduced(total, num_contributions, frozenset(shows))
+
+
+def _own_sum(
+    scenario: Scenario, step: StepPlan, rank: int, parameter: int, shows: set[Situation]
+) -> tuple[NDArray[np.float32] | None, int]:
+    """A rank's sum over its parts in order (None: it has no gradient), and of how many; adds to ``shows``."""
+    own: NDArray[np.float32] | None = None
+    count = 0
+    for part in range(len(step.parts)):
+        array = contribution(scenario, step, rank, part, parameter)
+        if array is None:
+            continue
+        count += 1
+        if scenario.values.domain is Domain.GENERAL and _extreme(array):
+            shows.add(Situation.EXTREME_VALUE)
+        if own is None:
+            own = array
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            own += array
+        if _wide(own):
+            shows.add(Situation.WIDE_PARTIAL_SUM)
+    return own, count
+
+
+def _seen_by(rows: Sequence[NDArray[np.float32]], total: NDArray[np.float32]) -> set[Situation]:
+    """What the ranks' own sums and their total show."""
+    shows = set()
+    if _wide(total):
+        shows.add(Situation.WIDE_REDUCED_VALUE)
+    finite = np.isfinite(total)
+    if not finite.all():
+        shows.add(Situation.NONFINITE_VALUE)
+    if len(rows) > 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            magnitude = np.sum(np.abs(rows), axis=0, dtype=np.float64)
+            if (finite & (np.abs(total) < _CANCELLED * magnitude)).any():
+                shows.add(Situation.CANCELLATION)
+    if len(rows) > 2:
+        ranks = range(len(rows))
+        forward = add(uniform(fold(ranks), total.size), rows)
+        backward = add(uniform(fold(ranks[::-1]), total.size), rows)
+        if not np.array_equal(forward, backward, equal_nan=True):
+            shows.add(Situation.ORDER_MATTERS)
+    return shows
+
+
+def _extreme(array: NDArray[np.float32]) -> bool:
+    magnitude = np.abs(array)
+    subnormal = (magnitude > 0) & (magnitude < _SMALLEST_NORMAL)
+    return bool((subnormal | ((magnitude >= _LARGEST) & np.isfinite(magnitude))).any())
 
 
 def interval(scenario: Scenario, step: StepPlan, parameter: int) -> Interval:
     """Center and rounding bound of one parameter's reduced gradient over every order of fp32 additions.
 
-    The center is a sum in fp64; its own rounding error is part of the bound. No order can overflow: the scenario's
-    exponents (:data:`harness.scenario.model.MAX_EXPONENT`) keep every sum far inside fp32's range.
+    The center is a sum in fp64; its own rounding error is part of the bound.
     """
-    numel = scenario.parameters[parameter].numel
-    center = np.zeros(numel, np.float64)
-    abs_sum = np.zeros(numel, np.float64)
-    num_contributions = 0
+    terms = []
     for rank in range(scenario.world):
         for part in range(len(step.parts)):
             array = contribution(scenario, step, rank, part, parameter)
             if array is not None:
-                num_contributions += 1
-                center += array
-                abs_sum += np.abs(array)
-    return Interval(center, any_order_sum_bound(num_contributions, abs_sum))
+                terms.append(array)
+    return any_order(terms, scenario.parameters[parameter].numel)
+
+
+def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
+    """Where any order of fp32 additions puts the sums of some terms, fp32 ``[numel]`` each.
+
+    Where some order can overflow, the bound is inf: nothing is asked. Elsewhere a term that is inf or nan decides the
+    sum in every order: the center is that value and the bound 0.
+    """
+    center = np.zeros(numel, np.float64)
+    abs_sum = np.zeros(numel, np.float64)
+    special = np.zeros(numel, np.float64)  # what the terms that are not finite add up to
+    for term in terms:
+        finite = np.isfinite(term)
+        values = np.where(finite, term, 0.0).astype(np.float64)
+        center += values
+        abs_sum += np.abs(values)
+        with np.errstate(invalid="ignore"):
+            special += np.where(finite, 0.0, term)
+    bound = any_order_sum_bound(len(terms), abs_sum)
+    bound[abs_sum + bound > FP32_MAX] = np.inf  # no partial sum is larger
+    decided = ~np.isfinite(special) & (np.isfinite(bound) | np.isnan(special))
+    center[decided] = special[decided]
+    bound[decided] = 0.0
+    bound[~np.isfinite(special) & ~decided] = np.inf
+    return Interval(center, bound)
 
 
 def _wide(array: NDArray[np.float32]) -> bool:

@@ -54,6 +54,16 @@ class Clipping(enum.IntEnum):
     INACTIVE = 2
 
 
+class Form(enum.IntEnum):
+    """What gradients of the general domain look like."""
+
+    NORMAL = 0  # exponents differ by a few
+    WIDE = 1  # by many
+    CANCELLING = 2  # contributions of large magnitude cancel, small ones are lost or left
+    EXTREME = 3  # some are subnormal, zeros of either sign, or of the largest magnitude there is
+    NONFINITE = 4  # some are inf or nan too
+
+
 # Tables: the first entry is the simplest, repeats are weights, entries that a goal asks for together stand together.
 REQUESTS = (8, 24, 80, 250, 900)  # the requested bucket size is at most this
 NUM_PARAMETERS = (1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 10, 12)
@@ -68,10 +78,17 @@ STEP_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.FIRST, Nones.LAST, Nones.
 PART_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.RANKS, Nones.ALL)
 CLIPS = (Clipping.NONE,) * 3 + (Clipping.ACTIVE,) * 2 + (Clipping.INACTIVE,)
 FACTORS = {Clipping.ACTIVE: (0.5, 0.3, 0.1, 0.05), Clipping.INACTIVE: (50.0, 100.0, 1e4, 1e6)}  # of the expected norm
-DOMAINS = (Domain.EXACT,) * 6 + (Domain.NORM_EXACT,) * 2 + (Domain.GENERAL,) * 2
-EXACT_DOMAINS = tuple(domain for domain in DOMAINS if domain is not Domain.GENERAL)
+DOMAINS = (Domain.EXACT,) * 6 + (Domain.NORM_EXACT,) * 2 + (Domain.GENERAL,) * 4
 MAX_KS = (255, 255, 254, 240, 201, 181, 150, 128, 127, 113, 100, 31, 3, 1)
-SPREADS = (8, 20, 60, 40, 3)
+FORMS = (Form.NORMAL,) * 3 + (Form.WIDE,) * 2 + (Form.CANCELLING,) * 2 + (Form.EXTREME,) * 2 + (Form.NONFINITE,)
+SPREADS = {
+    Form.NORMAL: (8, 3, 12, 16),
+    Form.WIDE: (20, 40, 30, 60),
+    Form.CANCELLING: (20, 12, 30, 40),
+    Form.EXTREME: (8, 0, 60, 20),
+    Form.NONFINITE: (8, 0, 60, 20),
+}
+SPECIALS = (64, 16, 256, 4)  # of 1024 elements
 # Never lr * weight_decay = 1: it would make weights of -0.0, and the sign of a zero is not promised everywhere.
 LRS = (1e-3, 0.1, 1e-2, 3e-4, 0.5, 1.0, 1e-5, 0.0)
 DECAYS = (0.1, 0.01, 0.5, 0.0, 0.0)
@@ -123,6 +140,8 @@ class Aim:
     discard: Collection[bool] | None = None
     domain: Collection[Domain] | None = None
     max_k: Collection[int] | None = None
+    form: Collection[Form] | None = None
+    special: Collection[int] | None = None
     lr: Collection[float] | None = None
     decay: Collection[float] | None = None
     unlimited: bool = False
@@ -164,6 +183,8 @@ _PLENTY = Aim(request=lambda world: (ENOUGH // 2, REQUESTS[-1]), last=_enough)
 _WIDE = replace(
     _PLENTY, domain=(Domain.EXACT,), max_k=tuple(k for k in MAX_KS if k > 200), step=StepAim(parts=_SEVERAL)
 )
+_GENERAL = replace(_PLENTY, domain=(Domain.GENERAL,), max_k=tuple(k for k in MAX_KS if k > 100))
+_SPECIAL = replace(_GENERAL, special=(64, 16, 256))
 _CLIPPED = replace(_PLENTY, domain=(Domain.EXACT, Domain.NORM_EXACT))
 
 FREE = Aim()
@@ -211,4 +232,8 @@ AIMS: dict[Situation, Aim] = {
     Situation.CLIPPING_INACTIVE: replace(_CLIPPED, step=StepAim(clip=(Clipping.INACTIVE,))),
     Situation.WIDE_PARTIAL_SUM: _WIDE,
     Situation.WIDE_REDUCED_VALUE: _WIDE,
+    Situation.ORDER_MATTERS: replace(_GENERAL, form=(Form.WIDE, Form.CANCELLING)),
+    Situation.CANCELLATION: replace(_GENERAL, form=(Form.CANCELLING,)),
+    Situation.EXTREME_VALUE: replace(_SPECIAL, form=(Form.EXTREME,)),
+    Situation.NONFINITE_VALUE: replace(_SPECIAL, form=(Form.NONFINITE,)),
 }

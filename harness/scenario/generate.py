@@ -95,39 +95,34 @@ class _Attempt(NamedTuple):
 
 
 @st.composite
-def _attempts(
-    draw: st.DrawFn, turn: Turn, worlds: tuple[int, ...], seed: int, bucket: int | None, general: frozenset[int]
-) -> _Attempt:
+def _attempts(draw: st.DrawFn, turn: Turn, worlds: tuple[int, ...], seed: int, bucket: int | None) -> _Attempt:
     choices = _HypothesisChoices(draw)
     smaller = sorted({world for world in worlds if world < turn.world})[:_MAX_SMALLER_WORLDS]
     slot = choices.number(0, _LAST_SLOT)
     aimed = choices.number(0, _LAST_SLOT) > 0
     world = smaller[slot] if slot < len(smaller) else turn.world
     aim = AIMS[turn.goal] if aimed and can_hold(turn.goal, world, bucket) else ANYTHING
-    scenario = draw_scenario(choices, world, aim, seed, bucket, world in general)
+    scenario = draw_scenario(choices, world, aim, seed, bucket)
     return _Attempt(aimed and world == turn.world, scenario)
 
 
 @st.composite
-def _scenarios(draw: st.DrawFn, worlds: tuple[int, ...], bucket: int | None, general: frozenset[int]) -> Scenario:
+def _scenarios(draw: st.DrawFn, worlds: tuple[int, ...], bucket: int | None) -> Scenario:
     choices = _HypothesisChoices(draw)
     world = choices.of(worlds)
     goal = choices.of((None, *GOALS))
     aim = AIMS[goal] if goal is not None and can_hold(goal, world, bucket) else FREE
-    return draw_scenario(choices, world, aim, choices.number(0, 2**31), bucket, world in general)
+    return draw_scenario(choices, world, aim, choices.number(0, 2**31), bucket)
 
 
-def scenarios(
-    worlds: Sequence[int] = (1, 2, 3, 4), *, bucket: int | None = None, general_worlds: Collection[int] = (1, 2)
-) -> st.SearchStrategy[Scenario]:
+def scenarios(worlds: Sequence[int] = (1, 2, 3, 4), *, bucket: int | None = None) -> st.SearchStrategy[Scenario]:
     """A strategy for use under ``@given``: any world of ``worlds``, any goal or none.
 
     Args:
         worlds: numbers of ranks to choose from.
         bucket: fixes the requested bucket size (elements).
-        general_worlds: where gradients of the general domain are drawn too.
     """
-    return _scenarios(tuple(sorted(set(_checked(worlds)))), bucket, frozenset(general_worlds))
+    return _scenarios(tuple(sorted(set(_checked(worlds)))), bucket)
 
 
 def turn(index: int, worlds: Sequence[int], *, bucket: int | None = None) -> Turn:
@@ -159,13 +154,10 @@ def _find(
     index: int,
     worlds: Sequence[int],
     bucket: int | None,
-    general_worlds: Collection[int],
 ) -> Scenario:
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=16).digest()
     data_seed = int.from_bytes(digest[:8], "big") >> 1
-    strategy = _attempts(
-        turn(index, worlds, bucket=bucket), tuple(worlds), data_seed, bucket, frozenset(general_worlds)
-    )
+    strategy = _attempts(turn(index, worlds, bucket=bucket), tuple(worlds), data_seed, bucket)
     # Everything is said, so that neither a profile nor the environment (CI) changes anything.
     quiet = settings(
         max_examples=_MAX_EXAMPLES,
@@ -191,7 +183,6 @@ def draw(
     worlds: Sequence[int],
     *,
     bucket: int | None = None,
-    general_worlds: Collection[int] = (1, 2),
 ) -> Scenario:
     """Example number ``index`` of the campaign ``seed``: the same arguments give the same scenario.
 
@@ -200,7 +191,6 @@ def draw(
         index: from 0.
         worlds: of the campaign, in the order in which they take turns.
         bucket: fixes the requested bucket size (elements).
-        general_worlds: where gradients of the general domain are drawn too.
 
     Raises:
         ValueError: no worlds, or one below 1.
@@ -212,7 +202,7 @@ def draw(
         return False
 
     try:
-        return _find(condition, [Phase.generate], seed, index, worlds, bucket, general_worlds)
+        return _find(condition, [Phase.generate], seed, index, worlds, bucket)
     except _Found as found:
         return found.scenario
 
@@ -240,20 +230,18 @@ def shrink(
     fails: Callable[[Scenario], bool],
     *,
     bucket: int | None = None,
-    general_worlds: Collection[int] = (1, 2),
 ) -> Scenario:
     """The simplest scenario found that still fails, from the one that :func:`draw` gives for the same arguments.
 
     Args:
-        seed: as for :func:`draw`, like ``index``, ``worlds``, ``bucket`` and ``general_worlds``.
+        seed: as for :func:`draw`, like ``index``, ``worlds`` and ``bucket``.
         index: see there.
         worlds: see there.
         fails: whether a scenario fails. Called once for each scenario tried, not for the first, which is taken to
             fail. Whatever it raises ends the shrinking and passes through; the caller then knows the best so far.
         bucket: see there.
-        general_worlds: see there.
     """
-    first = draw(seed, index, worlds, bucket=bucket, general_worlds=general_worlds)
+    first = draw(seed, index, worlds, bucket=bucket)
     verdicts = {first: True}
     met_first = False
 
@@ -274,6 +262,6 @@ def shrink(
         return verdicts[scenario]
 
     try:
-        return _find(condition, [Phase.generate, Phase.shrink], seed, index, worlds, bucket, general_worlds)
+        return _find(condition, [Phase.generate, Phase.shrink], seed, index, worlds, bucket)
     except _PredicateError as carrier:
         raise carrier.error from carrier.error.__cause__

@@ -66,13 +66,23 @@ class Parameter(Struct, frozen=True, forbid_unknown_fields=True):
 class Values(Struct, frozen=True, forbid_unknown_fields=True):
     """How gradients are drawn: ``k * 2**(exponent + s)``, integer ``|k| <= max_k``, ``0 <= s <= spread`` per element.
 
-    ``spread`` is 0 in the exact domains.
+    What follows ``exponent`` is for the general domain alone.
+
+    Attributes:
+        cancel: of any three contributors in a row, one has ``k * 2**(exponent + spread)``, one the same with the other
+            sign, and one ``k' * 2**exponent``: sums lose most of their digits, or all that the third adds.
+        special: so many of 1024 elements are special values instead: the largest finite bf16 values, the smallest
+            subnormal and normal ones, zeros of either sign.
+        nonfinite: the special values include inf, -inf and nan.
     """
 
     domain: Domain
     max_k: Annotated[int, Meta(ge=1, le=255)]
     exponent: Annotated[int, Meta(ge=-133, le=MAX_EXPONENT)]
     spread: Annotated[int, Meta(ge=0, le=60)] = 0
+    cancel: bool = False
+    special: Annotated[int, Meta(ge=0, le=1024)] = 0
+    nonfinite: bool = False
 
 
 class AdamW(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,8 +202,18 @@ def check(scenario: Scenario) -> str | None:
     narrow = any(parameter.dtype == "fp16" for parameter in scenario.parameters)
     if narrow and not -24 <= scenario.values.exponent <= scenario.values.exponent + scenario.values.spread <= 8:
         return "values.exponent: gradients of fp16 parameters need exponents from -24 to 8, spread included"
-    if scenario.values.domain is not Domain.GENERAL and scenario.values.spread != 0:
-        return f"values.spread: must be 0 in domain {scenario.values.domain.value!r}"
+    if scenario.values.domain is not Domain.GENERAL:
+        for name, value in (
+            ("spread", scenario.values.spread),
+            ("cancel", scenario.values.cancel),
+            ("special", scenario.values.special),
+        ):
+            if value:
+                return f"values.{name}: must be {type(value)()!r} in domain {scenario.values.domain.value!r}"
+    if narrow and scenario.values.special:
+        return "values.special: the special values are those of bf16, which an fp16 parameter cannot hold"
+    if scenario.values.nonfinite and not scenario.values.special:
+        return "values.nonfinite: without special values there are none that are not finite"
     if not isinstance(scenario.operations[0], Build):
         return "operations[0]: the first operation must be a build"
     num_parts = 0

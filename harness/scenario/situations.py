@@ -111,6 +111,14 @@ class Situation(enum.Enum):
     WIDE_PARTIAL_SUM = "wide-partial-sum"
     # A reduced gradient that needs more than 8 significant bits: a reduction in bf16 would change it.
     WIDE_REDUCED_VALUE = "wide-reduced-value"
+    # A reduced gradient that would have other bits if its ranks had been added in another order.
+    ORDER_MATTERS = "order-matters"
+    # A reduced gradient below 2**-10 of its contributions' magnitudes: most of their digits cancel.
+    CANCELLATION = "cancellation"
+    # A contribution that is subnormal, or of the largest finite value.
+    EXTREME_VALUE = "extreme-value"
+    # A reduced gradient that is inf or nan.
+    NONFINITE_VALUE = "nonfinite-value"
 
 
 RUNTIME = frozenset(
@@ -119,6 +127,10 @@ RUNTIME = frozenset(
         Situation.CLIPPING_INACTIVE,
         Situation.WIDE_PARTIAL_SUM,
         Situation.WIDE_REDUCED_VALUE,
+        Situation.ORDER_MATTERS,
+        Situation.CANCELLATION,
+        Situation.EXTREME_VALUE,
+        Situation.NONFINITE_VALUE,
     }
 )
 
@@ -134,6 +146,7 @@ _NEEDS_TWO_RANKS = frozenset(
         Situation.BUCKET_BELOW_WORLD,
         Situation.NONE_ON_SOME_RANKS,
         Situation.RANK_WITHOUT_GRADIENT,
+        Situation.CANCELLATION,
     }
 )
 _NEEDS_SMALL_BUCKET = frozenset(
@@ -152,6 +165,8 @@ def can_hold(situation: Situation, world: int, bucket: int | None = None) -> boo
         return False
     if situation is Situation.WORLD_THREE:
         return world == 3
+    if situation is Situation.ORDER_MATTERS and world < 3:
+        return False
     if bucket is None:
         return True
     if situation is Situation.BUCKET_BELOW_WORLD:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from harness.scenario import aims
-from harness.scenario.aims import Aim, Clipping, Kind, Nones, Range, StepAim
+from harness.scenario.aims import Aim, Clipping, Form, Kind, Nones, Range, StepAim
 from harness.scenario.model import (
+    MAX_EXPONENT,
     AdamW,
     Build,
     Clip,
@@ -278,12 +279,27 @@ def _draw_exponent(choices: Choices, low: int, high: int) -> int:
     return low + choices.number(0, 3) if where == 8 else high - choices.number(0, 3)
 
 
-def _draw_values(choices: Choices, world: int, numel: int, drawn: Sequence[_Step], aim: Aim, general: bool) -> Values:
-    domain = choices.of(aims.DOMAINS if general else aims.EXACT_DOMAINS, aim.domain)
+def _draw_general(choices: Choices, max_k: int, aim: Aim) -> Values:
+    form = choices.of(aims.FORMS, aim.form)
+    spread = choices.of(aims.SPREADS[form])
+    exponent = _draw_exponent(choices, -133, MAX_EXPONENT - spread)
+    special = choices.of(aims.SPECIALS, aim.special) if form in (Form.EXTREME, Form.NONFINITE) else 0
+    return Values(
+        Domain.GENERAL,
+        max_k,
+        exponent,
+        spread,
+        cancel=form is Form.CANCELLING,
+        special=special,
+        nonfinite=form is Form.NONFINITE,
+    )
+
+
+def _draw_values(choices: Choices, world: int, numel: int, drawn: Sequence[_Step], aim: Aim) -> Values:
+    domain = choices.of(aims.DOMAINS, aim.domain)
     max_k = choices.of(aims.MAX_KS, aim.max_k)
     if domain is Domain.GENERAL:
-        spread = choices.of(aims.SPREADS)
-        return Values(domain, max_k, _draw_exponent(choices, -133, 100 - spread), spread)
+        return _draw_general(choices, max_k, aim)
     num_contributions = world * max(len(step.parts) for step in drawn)
     if domain is Domain.NORM_EXACT:
         # Largest reduced |k| whose squares, over all elements, still add up exactly (model.exact_sums_problem).
@@ -315,8 +331,8 @@ def _expected_norm(values: Values, parameters: Sequence[Parameter], step: _Step)
 # --- scenarios
 
 
-def draw_scenario(choices: Choices, world: int, aim: Aim, seed: int, bucket: int | None, general: bool) -> Scenario:
-    """The rest of a scenario; ``general``: values of the general domain are allowed."""
+def draw_scenario(choices: Choices, world: int, aim: Aim, seed: int, bucket: int | None) -> Scenario:
+    """The rest of a scenario."""
     request = bucket
     if request is None:
         narrow = aim.request(world) if aim.request is not None else (1, aims.REQUESTS[-1])
@@ -330,7 +346,7 @@ def draw_scenario(choices: Choices, world: int, aim: Aim, seed: int, bucket: int
         budget = 2 * aims.MAX_BUDGET
     parameters = _draw_parameters(choices, _Layout(world, size, budget), aim)
     drawn = _draw_steps(choices, world, parameters, aim)
-    values = _draw_values(choices, world, sum(parameter.numel for parameter in parameters), drawn, aim, general)
+    values = _draw_values(choices, world, sum(parameter.numel for parameter in parameters), drawn, aim)
     operations: list[Operation] = [Build(request)]
     for step in drawn:
         operations.extend(step.parts)

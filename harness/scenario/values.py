@@ -3,7 +3,9 @@
 The generator is Philox4x64-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011), a
 function from a counter of four 64-bit words and a key of two to four 64-bit words:
 
-- key: ``(seed, stream)``, where ``stream`` is 0 for the integers of a gradient, 1 for its exponents, 2 for weights;
+- key: ``(seed, stream)``, where ``stream`` is 0 for the integers of a gradient, 1 for its exponents, 2 for weights, 3
+  for what cancels between contributors and 4 for who has which part of it (contributor 0 stands for all), 5 for special
+  values;
 - counter: ``(block, contributor, step, parameter)``, with ``block`` = 1, 2, 3, … along the parameter (numpy counts up
   before it draws, so block 0 is not used).
 
@@ -14,6 +16,7 @@ takes 16 bits ``r``, the lowest bits of a word first, and turns them into one of
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from typing import Any, Literal
 
@@ -24,13 +27,19 @@ from harness.scenario.model import Values
 
 Float32Array = npt.NDArray[np.float32]
 
-_INTEGERS, _EXPONENTS, _WEIGHTS = range(3)
+_INTEGERS, _EXPONENTS, _WEIGHTS, _SHARED, _ROLES, _SPECIALS = range(6)
 _CHUNK = 2**15  # elements: the temporaries of one chunk stay in a CPU's second-level cache
 _MAX_EXPONENT = 120  # 255 * 2**120 is the largest finite bf16
 
 # Initial weights are k * 2**-shift with |k| <= limit: as many bits as the dtype keeps (bf16 8, fp16 11; of fp32's 24
 # the 14 that a draw fills), so that a master made from them shows any rounding to a smaller dtype.
 _WEIGHT_GRID = {"bf16": (255, 7), "fp16": (2047, 10), "fp32": (16383, 13)}
+
+
+_LARGEST = float.fromhex("0x1.fep127")
+_FINITE_SPECIALS = (_LARGEST, -_LARGEST, 2.0**-133, -(2.0**-133), -0.0, 2.0**-126)
+_ALL_SPECIALS = (*_FINITE_SPECIALS, math.inf, -math.inf, math.nan)
+_SPECIAL_UNIT = 1024
 
 
 class _Generator(threading.local):
@@ -95,22 +104,57 @@ def gradient(seed: int, contributor: int, step: int, parameter: int, numel: int,
         values: how to draw.
 
     Returns:
-        fp32 of shape ``[numel]``, each element exactly ``k * 2**(exponent + s)``; zero is always +0.0.
+        fp32 of shape ``[numel]``, each element exactly representable in bf16; -0.0 only where special values are asked
+        for.
 
     Raises:
         ValueError: the values would leave the range of bf16.
     """
     if values.exponent + values.spread > _MAX_EXPONENT:
         raise ValueError(f"exponent {values.exponent} and spread {values.spread} leave bf16 (at most {_MAX_EXPONENT})")
-    out = np.empty(numel, np.float32)
     counter = (contributor, step, parameter)
-    scale = 2.0**values.exponent if values.spread == 0 else 1.0
-    _draw(out, (seed, _INTEGERS), counter, low=-values.max_k, high=values.max_k, scale=scale)
-    if values.spread:
-        offsets = np.empty(numel, np.uint8)
-        _draw(offsets, (seed, _EXPONENTS), counter, low=0, high=values.spread)
-        out *= _powers(values.exponent, values.spread)[offsets]
+    if values.cancel:
+        out = _cancelling(seed, counter, numel, values)
+    else:
+        out = np.empty(numel, np.float32)
+        scale = 2.0**values.exponent if values.spread == 0 else 1.0
+        _draw(out, (seed, _INTEGERS), counter, low=-values.max_k, high=values.max_k, scale=scale)
+        if values.spread:
+            offsets = np.empty(numel, np.uint8)
+            _draw(offsets, (seed, _EXPONENTS), counter, low=0, high=values.spread)
+            out *= _powers(values.exponent, values.spread)[offsets]
+    if values.special:
+        _insert_specials(out, seed, counter, values)
     return out
+
+
+def _cancelling(seed: int, counter: tuple[int, int, int], numel: int, values: Values) -> Float32Array:
+    contributor, step, parameter = counter
+    large = np.empty(numel, np.float32)
+    _draw(
+        large,
+        (seed, _SHARED),
+        (0, step, parameter),
+        low=-values.max_k,
+        high=values.max_k,
+        scale=2.0 ** (values.exponent + values.spread),
+    )
+    small = np.empty(numel, np.float32)
+    _draw(small, (seed, _INTEGERS), counter, low=-values.max_k, high=values.max_k, scale=2.0**values.exponent)
+    roles = np.empty(numel, np.uint8)
+    _draw(roles, (seed, _ROLES), (0, step, parameter), low=0, high=2)
+    roles = (roles + contributor % 3) % 3
+    # Adding 0.0 turns the -0.0 of a negated zero into the +0.0 that all other draws have.
+    return np.where(roles == 0, large, np.where(roles == 1, 0.0 - large, small)).astype(np.float32, copy=False)
+
+
+def _insert_specials(out: Float32Array, seed: int, counter: tuple[int, int, int], values: Values) -> None:
+    draws = np.empty(out.size, np.int16)
+    _draw(draws, (seed, _SPECIALS), counter, low=0, high=_SPECIAL_UNIT - 1)
+    table = np.array(_ALL_SPECIALS if values.nonfinite else _FINITE_SPECIALS, np.float32)
+    chosen = np.flatnonzero(draws < values.special)
+    # Which one: from the place too, since few of the draws may be left to choose by.
+    out[chosen] = table[(draws[chosen] + chosen) % table.size]
 
 
 def initial_weight(

@@ -315,8 +315,7 @@ def _root(square: float) -> float:
 
 
 def _failure(divergence: Divergence, output: str, options: TrainOptions) -> Failure:
-    fields = msgspec.to_builtins(divergence)
-    return msgspec.convert({**fields, "output": output or None, "replay": replay_command(options)}, Failure)
+    return Failure(**divergence.summary(), output=output or None, replay=replay_command(options))
 
 
 def _mean(losses: Sequence[float]) -> float:

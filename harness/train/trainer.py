@@ -19,6 +19,7 @@ from harness.drive.driver import Driver, clip_coefficient
 from harness.drive.memory import HandedOver
 from harness.drive.parameters import ComputeWeights
 from harness.drive.record import Record
+from harness.drive.summation import Summation
 from harness.drive.trail import Trail
 from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.compare import compare_bits, digest
@@ -149,20 +150,25 @@ class TrainingDriver(Driver):
         self._observed.append(gradients)
         return True
 
-    def _set_reference_gradients(self, plan: StepPlan) -> None:
+    def _compare_gradient(self, plan: StepPlan) -> None:
         # As long as nothing differs, the subject's own `spills` has been found to say so.
         self._numbers["spilled"] = len(plan.parts) > 1 and self.record.clean
         self._unsharded.begin(self.scenario.world)
         for rank in range(self.scenario.world):
             for part in range(len(plan.parts)):
                 self._unsharded.run_part(rank, self._windows(plan, rank, part), self._scale(plan))
-        reduced = self._unsharded.reduced()
-        self.reference.set_gradients(reduced)
         self._numbers["unsharded_losses"] = tuple(self._unsharded.losses)
-        self._numbers["unsharded_gradient"] = digest(reduced)
         for part, (seen, wanted) in enumerate(zip(self._observed, self._unsharded.gradients[self.rank], strict=True)):
             if self.record.clean and _differing(seen, wanted) is not None:
                 self._explain(plan, part, seen, wanted)
+        super()._compare_gradient(plan)
+
+    def _reduced(self, plan: StepPlan, summation: Summation | None) -> list[Tensor]:
+        if summation is None:
+            raise ValueError("gradients of a training run round: there is an order to their sum")
+        reduced = self._unsharded.reduced(summation)
+        self._numbers["unsharded_gradient"] = digest(reduced)
+        return reduced
 
     def _intervals(self, plan: StepPlan) -> Callable[[int], Interval]:
         return self._unsharded.interval

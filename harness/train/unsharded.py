@@ -1,19 +1,22 @@
 """The forward and backward passes of the unsharded trainer that a sharded one must equal: nothing of a subject here.
 
-It runs the passes of every rank itself, on compute weights of its own, and adds the gradients in fp32: the parts of a
-rank in order, then the ranks in order. Masters, AdamW and rounding are those of
+It runs the passes of every rank itself, on compute weights of its own, and adds the gradients in fp32, in the order
+that it is told: the backend's, from three ranks on. Masters, AdamW and rounding are those of
 :class:`harness.oracles.reference.UnshardedTrainer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from harness.oracles.bounds import any_order_sum_bound
-from harness.oracles.contributions import Interval
+from harness.drive.summation import Summation
+from harness.oracles.contributions import Interval, Nesting, any_order
+from harness.oracles.order import add
 from harness.train.model import ByteModel
 
 Gradients = Sequence[Tensor | None]  # of one part, by parameter
@@ -70,24 +73,35 @@ class UnshardedModel:
             raise RuntimeError("autograd left a parameter of the unsharded model without gradient")
         return gradients, loss
 
-    def reduced(self) -> list[Tensor]:
-        """The sum over all parts and ranks, fp32, by parameter."""
-        return [
-            _sum(_sum(part[index].float() for part in parts) for parts in self.gradients)
-            for index in range(len(self._parameters))
-        ]
+    def reduced(self, summation: Summation) -> list[Tensor]:
+        """The sum over all parts and ranks, fp32, by parameter, added as ``summation`` says."""
+        reduced = []
+        start = 0
+        for index, parameter in enumerate(self._parameters):
+            order = summation.order.slice(start, start + parameter.numel())
+            start += parameter.numel()
+            by_rank = [[_row(part[index]) for part in parts] for parts in self.gradients]
+            if summation.nesting is Nesting.PARTS_INSIDE:
+                total = add(order, [_fold(rows) for rows in by_rank])
+            else:
+                total = _fold([add(order, rows) for rows in zip(*by_rank, strict=True)])
+            reduced.append(torch.from_numpy(total).view(parameter.shape))
+        return reduced
 
     def interval(self, parameter: int) -> Interval:
         """Where any order of fp32 additions puts the sum of one parameter's gradients."""
-        terms = [part[parameter].double().view(-1).numpy() for parts in self.gradients for part in parts]
-        return Interval(np.sum(terms, axis=0), any_order_sum_bound(len(terms), np.sum(np.abs(terms), axis=0)))
+        terms = [_row(part[parameter]) for parts in self.gradients for part in parts]
+        return any_order(terms, self._parameters[parameter].numel())
 
 
-def _sum(terms: Iterable[Tensor]) -> Tensor:
-    """Left fold in fp32; the first term is written to, so every term must be a tensor of its own."""
-    total: Tensor | None = None
-    for term in terms:
-        total = term if total is None else total.add_(term)
-    if total is None:
-        raise ValueError("a step without any part has no gradient")
+def _row(gradient: Tensor) -> NDArray[np.float32]:
+    row: NDArray[np.float32] = gradient.detach().float().view(-1).numpy()
+    return row
+
+
+def _fold(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """The rows' sum in fp32, the first plus the second, plus the third, …"""
+    total = rows[0].copy()
+    for row in rows[1:]:
+        total += row
     return total

@@ -1,0 +1,153 @@
+"""In which order a subject adds gradients: predicted from its collectives, and found out by probing where that fails.
+
+Everything here that is collective runs outside the log of collectives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.drive.parameters import ComputeWeights
+from harness.drive.shard import ShardMap
+from harness.launch.rank import RankContext
+from harness.oracles import order as orders
+from harness.oracles.contributions import Nesting
+from harness.oracles.order import Order
+from harness.oracles.prediction import Call, predict, summing_calls
+from harness.scenario.model import Scenario, StepPlan
+from harness.verdict import Collective
+
+# Above this many elements no separate instance is built: it would take as much memory as the subject itself.
+MAX_PROBED = 2**21
+
+
+class Summation(NamedTuple):
+    """How contributions are added: ``order`` of the ranks for each flat element, and how parts and ranks nest."""
+
+    order: Order
+    nesting: Nesting
+
+
+class Summations:
+    """Candidates for the order in which one subject adds, most likely first. One for each scenario."""
+
+    def __init__(self, scenario: Scenario, shard: ShardMap, probe: Callable[[StepPlan], Order | None]) -> None:
+        self._scenario = scenario
+        self._shard = shard
+        self._probe = probe
+        self._predicted: dict[frozenset[Call], Order] = {}
+        self._revealed: dict[tuple[bool, ...], Order | None] = {}
+        self._explained: Summation | None = None
+
+    def candidates(self, plan: StepPlan, calls: frozenset[Call]) -> Iterator[Summation]:
+        """What may explain a step in which the subject made these calls; collective from the second candidate on."""
+        if self._explained is not None:
+            yield self._explained
+        predicted = self._predicted.get(calls)
+        if predicted is None:
+            predicted = self._predicted[calls] = predict(calls, self._shard.partition)
+        nestings = list(Nesting) if len(plan.parts) > 1 else [Nesting.PARTS_INSIDE]
+        for nesting in nestings:
+            yield Summation(predicted, nesting)
+        if self._scenario.world < 3:
+            return  # a sum of two commutes
+        revealed = self._reveal(plan)
+        if revealed is not None and revealed.signature != predicted.signature:
+            for nesting in nestings:
+                yield Summation(revealed, nesting)
+
+    def explained_by(self, summation: Summation) -> None:
+        """This is tried first from now on."""
+        self._explained = summation
+
+    def _reveal(self, plan: StepPlan) -> Order | None:
+        way = tuple(part.more for part in plan.parts)  # held and spilled gradients may be added in different ways
+        if way not in self._revealed:
+            self._revealed[way] = self._probe(plan) if self._scenario.numel <= MAX_PROBED else None
+        return self._revealed[way]
+
+
+def calls_of_step(collectives: tuple[Collective, ...], step: int | None, world: int) -> frozenset[Call]:
+    """The summing calls that a rank logged since the step began."""
+    of_step = []
+    for call in reversed(collectives):
+        if call.step != step:
+            break
+        of_step.append(call)
+    return summing_calls(of_step, world)
+
+
+def fingerprint(calls: frozenset[Call]) -> int:
+    """Equal for equal calls, on all ranks."""
+    return zlib.crc32(repr(sorted(calls)).encode())
+
+
+class Prober:
+    """Probes a separate instance of the subject, built once. Collective."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        build: Callable[[list[torch.nn.Parameter]], Any],
+        scenario: Scenario,
+        shard: ShardMap,
+    ) -> None:
+        self._context = context
+        self._build = build
+        self._scenario = scenario
+        self._shard = shard
+        self._device = torch.device(context.device)
+        self._instance: Any = None
+
+    def __call__(self, plan: StepPlan) -> Order | None:
+        """The order in which it adds the ranks' first parts in such a step; None when no fixed tree explains it.
+
+        Raises:
+            Exception: whatever the subject raises for these gradients, which are as good as any.
+        """
+        world = self._scenario.world
+        with self._context.collectives.paused():
+            if not self._built():
+                return None
+            shards = [self._reduced(plan, orders.probe(pair, self._context.rank)) for pair in orders.pairs(world)]
+            own = torch.stack(shards)
+            gathered = [torch.empty_like(own) for _ in range(world)]
+            torch.distributed.all_gather(gathered, own)
+        sums = {}
+        for number, pair in enumerate(orders.pairs(world)):
+            whole = self._shard.flat([of_rank[number] for of_rank in gathered])
+            sums[pair] = whole.cpu().numpy()
+        return orders.reveal(sums, world)
+
+    def _built(self) -> bool:
+        """Whether there is an instance on every rank: some classes allow one in a process."""
+        if self._instance is None:
+            self._parameters = ComputeWeights(self._scenario, self._device).parameters
+            try:
+                self._instance = self._build(list(self._parameters))
+            except Exception:  # noqa: BLE001 (said on all ranks: there is no order to find then)
+                self._instance = False
+        usable = torch.tensor([int(self._usable())], device=self._device)
+        torch.distributed.all_reduce(usable, torch.distributed.ReduceOp.MIN)
+        return bool(usable.item())
+
+    def _usable(self) -> bool:
+        master = getattr(self._instance, "master", None)
+        return isinstance(master, Tensor) and master.numel() == self._shard.partition.shard_len
+
+    def _reduced(self, plan: StepPlan, value: float) -> Tensor:
+        """This rank's shard of a sum to which its first part contributes ``value`` everywhere, the others zeros."""
+        for number, part in enumerate(plan.parts):
+            for parameter in self._parameters:
+                parameter.grad = torch.full_like(parameter, 0.0 if number else value)
+            self._instance.collect(part.more)
+        self._instance.reduce_scatter()
+        reduced: Tensor = self._instance.master.grad.detach().to(torch.float32).reshape(-1)
+        if reduced.numel() != self._shard.partition.shard_len:
+            raise ValueError(f"master.grad has {reduced.numel()} elements")
+        return reduced.clone()
