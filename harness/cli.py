@@ -307,10 +307,12 @@ def replay(
 @_subject_options
 @click.option(
     "--world",
-    type=click.Choice(["1", "2"]),
-    default="2",
+    type=int,
+    callback=inputs.whole(1, 64),
+    default=2,
     show_default=True,
-    help="Number of ranks. With two, sums have one order, so that both trainers can be equal bit for bit.",
+    metavar="W",
+    help="Number of ranks. Gradients round; from three ranks on the unsharded trainer adds in the backend's own order.",
 )
 @click.option("--steps", type=int, callback=inputs.whole(1, 1_000_000), default=60, show_default=True, metavar="N")
 @click.option("--text", metavar="FILE", help="What to train on (default: the text of Python's own help).")
@@ -320,7 +322,7 @@ def train(
     *,
     subject: str | None,
     subject_args: tuple[str, ...],
-    world: str,
+    world: int,
     steps: int,
     text: str | None,
     seed: int,
@@ -337,7 +339,7 @@ def train(
 
     options = TrainOptions(
         subject=parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args)),
-        world=int(world),
+        world=world,
         steps=steps,
         seed=seed,
         text=None if text is None else Path(text),

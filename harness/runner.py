@@ -31,7 +31,7 @@ from harness.scenario import codec, generate, presets
 from harness.scenario.model import Parameter, Scenario
 from harness.scenario.situations import Situation, reached, required
 from harness.subjects.source import SubjectSource
-from harness.verdict import Divergence, Property, Stage
+from harness.verdict import Divergence, Oracle, Property, Stage
 
 FULL_CAMPAIGN = 300
 """From this many scenarios on (and worlds 3 and 4) a campaign must have reached every required situation."""
@@ -483,7 +483,7 @@ def _result(
         examples=Examples(run=tally.num_run, discarded=tally.discarded, per_world=per_world),
         seconds=elapsed,
         examples_per_second=tally.num_run / max(elapsed, 1e-9),
-        oracle=dict(tally.oracle),
+        oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties={prop.value: tally.checks[prop.value] for prop in Property},
         reached={situation.value: tally.reached[situation.value] for situation in Situation},
         versions=results.versions(),

@@ -106,7 +106,7 @@ def result_lines(result: TrainResult) -> list[tuple[str, str]]:
         for name in ("sharded", "unsharded"):
             losses = [getattr(record, f"{name}_loss") for record in (result.records[0], result.records[-1])]
             lines.append((f"  {name:<12} loss {losses[0]:.6f} to {losses[1]:.6f}", ""))
-    for label, counts in (("checked", result.properties), ("reached", result.reached)):
+    for label, counts in (("checked", result.properties), ("oracles", result.oracle), ("reached", result.reached)):
         counted = ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"
         lines.append((f"  {label:<12} {counted}", ""))
     if result.failure is not None:

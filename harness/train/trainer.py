@@ -2,8 +2,8 @@
 
 A step is driven and compared as in a campaign (:class:`harness.drive.driver.Driver`), except that gradients come from
 autograd: the sharded side's from this rank's text on the weights the subject gathers, the unsharded side's from all
-ranks' text on the unsharded trainer's own weights. Every rank does the passes of all ranks: only the subject
-communicates.
+ranks' text on the unsharded trainer's own weights. Each rank does the unsharded passes over its own text, and the ranks
+exchange these gradients as they are; all of the unsharded trainer's sums and steps are done whole on every rank.
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ class TrainingDriver(Driver):
         # As long as nothing differs, the subject's own `spills` has been found to say so.
         self._numbers["spilled"] = len(plan.parts) > 1 and self.record.clean
         self._unsharded.begin(self.scenario.world)
-        for rank in range(self.scenario.world):
-            for part in range(len(plan.parts)):
-                self._unsharded.run_part(rank, self._windows(plan, rank, part), self._scale(plan))
+        for part in range(len(plan.parts)):
+            self._unsharded.run_part(self.rank, self._windows(plan, self.rank, part), self._scale(plan))
+        if self.scenario.world > 1:
+            self._exchange_passes()
         self._numbers["unsharded_losses"] = tuple(self._unsharded.losses)
         for part, (seen, wanted) in enumerate(zip(self._observed, self._unsharded.gradients[self.rank], strict=True)):
             if self.record.clean and _differing(seen, wanted) is not None:
@@ -169,6 +170,17 @@ class TrainingDriver(Driver):
         reduced = self._unsharded.reduced(summation)
         self._numbers["unsharded_gradient"] = digest(reduced)
         return reduced
+
+    def _exchange_passes(self) -> None:
+        """Give every rank's unsharded trainer the passes of all ranks' text. Collective; not in the log."""
+        own, losses = self._unsharded.packed(self.rank)
+        gradients = [torch.empty_like(own) for _ in range(self.scenario.world)]
+        all_losses = [torch.empty_like(losses) for _ in range(self.scenario.world)]
+        with self.context.collectives.paused():
+            torch.distributed.all_gather(gradients, own)
+            torch.distributed.all_gather(all_losses, losses)
+        for rank in range(self.scenario.world):
+            self._unsharded.unpack(rank, gradients[rank], all_losses[rank])
 
     def _intervals(self, plan: StepPlan) -> Callable[[int], Interval]:
         return self._unsharded.interval

@@ -1,7 +1,7 @@
 """The forward and backward passes of the unsharded trainer that a sharded one must equal: nothing of a subject here.
 
-It runs the passes of every rank itself, on compute weights of its own, and adds the gradients in fp32, in the order
-that it is told: the backend's, from three ranks on. Masters, AdamW and rounding are those of
+It runs on compute weights of its own, is given the passes over all ranks' text, and adds their gradients in fp32 in the
+order that it is told: the backend's, from three ranks on. Masters, AdamW and rounding are those of
 :class:`harness.oracles.reference.UnshardedTrainer`.
 """
 
@@ -39,10 +39,9 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 
 class UnshardedModel:
-    """A model on the unsharded trainer's compute weights, and this step's gradients by rank and part.
+    """A model on the unsharded trainer's compute weights, and this step's passes by rank and part.
 
     Attributes:
-        losses: of every pass since :meth:`begin`, in the order of the calls.
         gradients: bf16, ``[rank][part][parameter]``.
     """
 
@@ -56,13 +55,18 @@ class UnshardedModel:
 
     def begin(self, world: int) -> None:
         """A new step on ``world`` ranks, without any pass yet."""
-        self.losses: list[float] = []
+        self._losses: list[list[float]] = [[] for _ in range(world)]
         self.gradients: list[list[list[Tensor]]] = [[] for _ in range(world)]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every pass of the step, by rank and then by part."""
+        return [loss for of_rank in self._losses for loss in of_rank]
 
     def run_part(self, rank: int, windows: Tensor, scale: float) -> None:
         """The next part of a rank, on the weights as they are now."""
         gradients, loss = self.run_pass(windows, scale)
-        self.losses.append(loss)
+        self._losses[rank].append(loss)
         self.gradients[rank].append(gradients)
 
     def run_pass(self, windows: Tensor, scale: float) -> tuple[list[Tensor], float]:
@@ -72,6 +76,23 @@ class UnshardedModel:
         if len(gradients) != len(self._parameters):
             raise RuntimeError("autograd left a parameter of the unsharded model without gradient")
         return gradients, loss
+
+    def packed(self, rank: int) -> tuple[Tensor, Tensor]:
+        """A rank's passes to be sent: gradients bf16 ``[parts, numel]``, losses fp64 ``[parts]``."""
+        rows = [torch.cat([gradient.reshape(-1) for gradient in part]) for part in self.gradients[rank]]
+        return torch.stack(rows), torch.tensor(self._losses[rank], dtype=torch.float64)
+
+    def unpack(self, rank: int, gradients: Tensor, losses: Tensor) -> None:
+        """Take over another rank's :meth:`packed` passes."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        self._losses[rank] = losses.tolist()
+        self.gradients[rank] = [
+            [
+                flat.view(parameter.shape)
+                for flat, parameter in zip(torch.split(row, sizes), self._parameters, strict=True)
+            ]
+            for row in gradients
+        ]
 
     def reduced(self, summation: Summation) -> list[Tensor]:
         """The sum over all parts and ranks, fp32, by parameter, added as ``summation`` says."""

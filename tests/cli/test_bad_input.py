@@ -63,7 +63,7 @@ BAD = [
     ("replay lost.json --subject nope", "'nope': no built-in system of that name"),
     ("list FILE", "unexpected extra argument (FILE)"),
     ("list --json DIRECTORY", "'DIRECTORY': a directory"),
-    ("train --world 3", "'3' is not one of '1', '2'"),
+    ("train --world 65", "65 is not a whole number from 1 to 64"),
     ("train --steps 0", "0 is not a whole number from 1"),
     ("train --text missing.txt", "missing.txt"),
     ("train --subject nope", "'nope': no built-in system of that name"),

@@ -41,7 +41,7 @@ def test_reductions(pool: RankPool) -> None:
         ["all_reduce", "float64", 6, *both],
         ["all_reduce", "float32", 7, *both],
         ["reduce", "float32", 8, *both],
-        ["reduce_scatter", "float32", 6, *both],
+        ["reduce_scatter_list", "float32", 6, *both],
         *[["reduce_scatter", "float32", 8, *both]]
         * spellings("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"),
         ["reduce_scatter", "float32", 4, *both],

@@ -715,6 +715,75 @@ class ExitsInReduce(PlainZero):
         super().reduce_scatter()
 
 
+class RoundsPartialSumAtWorldThree(PlainZero):
+    """Bug: at world 3 a partial sum passes through bf16. Trigger: a partial sum of more than 8 bits. First: reduce."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world != 3:
+            return super()._reduce(flat)
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        first, second, third = received.chunk(3)
+        return (first + second).bfloat16().float() + third
+
+
+class ReplacesNonfinite(PlainZero):
+    """Bug: nan and inf in the gradient become numbers, as a guard against them. Trigger: a sum that is inf or nan."""
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self._grad.nan_to_num_()
+
+
+class ClampsLargeGradients(PlainZero):
+    """Bug: gradients are clamped to the range of fp16. Trigger: a gradient beyond 65,504. First: reduce."""
+
+    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
+        super()._fill_gradients(flat, start, end)
+        flat.clamp_(-65504.0, 65504.0)
+
+
+class FlushesSubnormals(PlainZero):
+    """Bug: subnormal gradients become zero. Trigger: a sum that is subnormal. First: reduce."""
+
+    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
+        super()._fill_gradients(flat, start, end)
+        flat[flat.abs() < 2.0**-126] = 0.0
+
+
+class SkipsStepWithNan(PlainZero):
+    """Bug: a gradient with a nan anywhere is dropped, as a loss scaler would. Trigger: a nan. First: reduce."""
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        if self._grad.isnan().any():
+            self._grad.zero_()
+
+
+class NormWithoutNan(PlainZero):
+    """Bug: the norm leaves out what is nan. Trigger: a gradient that is nan. First: norm."""
+
+    def _local_sq_norm(self, grad: Tensor) -> Tensor:
+        return super()._local_sq_norm(grad.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+
+
+class CompensatesWrongly(PlainZero):
+    """Bug: adds back half of what an addition lost. Trigger: a sum at three ranks that rounds by much."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world < 3:
+            return super()._reduce(flat)
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        total, *others = received.chunk(self.world)
+        total = total.clone()
+        for piece in others:
+            exact = total.double() + piece.double()
+            total = total + piece
+            total = total + 1e6 * (exact - total.double()).float()
+        return total
+
+
 class CrashesWhenIdle(PlainZero):
     """Bug: something left running ends the process a moment after the scenario. Trigger: any. First: progress."""
 

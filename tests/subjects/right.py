@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +71,126 @@ class ReducesByAllToAll(PlainZero):
         for piece in others:
             total += piece
         return total
+
+
+class ReducesByList(PlainZero):
+    """A reduce-scatter of a list of pieces, which gloo makes one ``reduce`` a rank: the chunks are those of pieces."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world == 1:
+            return flat
+        pieces = list(flat.chunk(self.world))
+        mine = torch.empty_like(pieces[0])
+        dist.reduce_scatter(mine, pieces)
+        return mine
+
+
+class AddsInSomeOrder(PlainZero):
+    """Exchanges pieces by all-to-all and adds them itself, here from the last rank to the first."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world == 1:
+            return flat
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        return self._sum(list(received.chunk(self.world)))
+
+    def _sum(self, pieces: list[Tensor]) -> Tensor:
+        return self._left_to_right(pieces[::-1])
+
+    def _left_to_right(self, pieces: list[Tensor]) -> Tensor:
+        total = pieces[0].clone()
+        for piece in pieces[1:]:
+            total += piece
+        return total
+
+
+class AddsPairwise(AddsInSomeOrder):
+    """Adds neighbours, then neighbouring sums, and so on: a balanced tree."""
+
+    def _sum(self, pieces: list[Tensor]) -> Tensor:
+        while len(pieces) > 1:
+            pairs = zip(pieces[::2], pieces[1::2], strict=False)
+            pieces = [left + right for left, right in pairs] + pieces[len(pieces) & ~1 :]
+        return pieces[0]
+
+
+class AddsOwnFirst(AddsInSomeOrder):
+    """Each rank starts with what it has itself: another order on every rank."""
+
+    def _sum(self, pieces: list[Tensor]) -> Tensor:
+        return self._left_to_right(pieces[self.rank :] + pieces[: self.rank])
+
+
+class AddsHalvesOfTheWorld(PlainZero):
+    """Sums over two halves of the world first, each a group of its own, then over the two sums: two hops."""
+
+    _groups: ClassVar[dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = {}
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world < 3:
+            return super()._reduce(flat)
+        if self.world not in self._groups:
+            half = self.world // 2
+            self._groups[self.world] = (dist.new_group(range(half)), dist.new_group(range(half, self.world)))
+        low, high = self._groups[self.world]
+        half = self.world // 2
+        total = flat.clone()
+        dist.all_reduce(total, group=low if self.rank < half else high)
+        first, second = total.clone(), total.clone()
+        dist.broadcast(first, 0)
+        dist.broadcast(second, half)
+        return (first + second)[self._piece(len(flat))]
+
+
+class ChangesOrderEveryStep(AddsInSomeOrder):
+    """Adds in an order that is fixed for each step, and another one in the next: no single tree explains it."""
+
+    _step = 0
+
+    def _sum(self, pieces: list[Tensor]) -> Tensor:
+        first = self._step % self.world
+        return self._left_to_right(pieces[first:] + pieces[:first])
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self._step += 1
+
+
+class AddsInFloat64(AddsInSomeOrder):
+    """Adds in fp64 and rounds once: nearer to the exact sum than any order of fp32 additions, and equal to none."""
+
+    def _sum(self, pieces: list[Tensor]) -> Tensor:
+        return torch.stack(pieces).double().sum(0).float()
+
+
+class OneInstanceAProcess(AddsInSomeOrder):
+    """Adds from the last rank to the first, and cannot be built twice at a time: its order cannot be probed."""
+
+    _alive: ClassVar[weakref.WeakSet[OneInstanceAProcess]] = weakref.WeakSet()
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        gc.collect()
+        if len(self._alive):
+            raise RuntimeError("one instance a process")
+        super().__init__(params, rank, world, bucket)
+        self._alive.add(self)
+
+
+class ReducesEverythingAtOnce(PlainZero):
+    """One all-reduce of the whole flat vector, buckets or not: chunks of the ring that no bucket shows."""
+
+    def reduce_scatter(self) -> None:
+        flat = torch.zeros(self._offsets[-1])
+        self._fill_gradients(flat, 0, self._offsets[-1])
+        if self.world > 1:
+            dist.all_reduce(flat)
+        for index, (start, end, padded) in enumerate(self._cuts):
+            bucket = self._staging(padded, end - start)
+            bucket[: end - start] = flat[start:end]
+            self._grad[self._shard(index)].copy_(bucket[self._piece(padded)])
+        self.master.grad = self._grad
+        self._release()
 
 
 class ReducesToOwner(PlainZero):

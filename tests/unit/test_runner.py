@@ -272,7 +272,7 @@ def test_a_fixed_bucket_size_is_used_for_every_scenario(campaign: Campaign, pool
 def test_checks_rules_and_situations_are_added_up(campaign: Campaign, pool: CannedPool) -> None:
     result = campaign(worlds=(2,), examples=3)
 
-    assert result.oracle == {"exact": 6}
+    assert result.oracle == {"exact": 6, "ordered": 0, "bound": 0, "loose": 0}
     assert result.properties["master"] == 6
     assert result.properties["norm"] == result.properties["agreement"] == result.properties["traffic"] == 3
     assert result.properties["progress"] == 6

@@ -41,7 +41,7 @@ def _printed(result: TrainResult) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"world": 3}, r"--world 3: train runs on 1 or 2 ranks"),
+        ({"world": 65}, r"--world 65: expected 1 to 64 ranks"),
         ({"world": 0}, r"--world 0"),
         ({"steps": 0}, r"--steps 0: expected 1 to"),
         ({"seed": 2**63}, r"--seed 9223372036854775808: expected 0 to"),
