@@ -112,7 +112,7 @@ def test_parts_that_overwrite_each_other_are_found_in_the_first_spilled_step(poo
 
 def test_a_right_class_that_adds_in_another_order_holds(pool: RankPool) -> None:
     """Followed where a fixed order explains it, else within the bound."""
-    for name, followed in (("ReducesEveryPart", True), ("AddsInFloat64", False)):
+    for name, followed in (("ReducesEveryPart", True), ("AddsPartsBackward", False)):
         result = _train(pool, f"right.py:{name}", world=3, steps=2, parts=(8,))
 
         assert (result.verdict, result.failure) == ("holds", None)

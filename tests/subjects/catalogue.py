@@ -120,6 +120,7 @@ RIGHT: tuple[str, ...] = (
     "AddsHalvesOfTheWorld",
     "AddsInFloat64",
     "ChangesOrderEveryStep",
+    "AddsPartsBackward",
     "OneInstanceAProcess",
     "ReducesToOwner",
     "GathersByBroadcast",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.subjects.plain import Cut, PlainZero
+from tests.subjects.plain import Cut, Gradients, PlainZero
 
 __all__ = ["PlainZero"]
 
@@ -162,6 +162,26 @@ class AddsInFloat64(AddsInSomeOrder):
 
     def _sum(self, pieces: list[Tensor]) -> Tensor:
         return torch.stack(pieces).double().sum(0).float()
+
+
+class AddsPartsBackward(PlainZero):
+    """Keeps copies of a step's parts on the host and adds the last one first."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        self._parts: list[Gradients] = []
+
+    def _add(self, grads: Gradients) -> None:
+        self._parts.append([None if grad is None else grad.clone() for grad in grads])
+
+    def reduce_scatter(self) -> None:
+        for grads in reversed(self._parts):
+            super()._add(grads)
+        super().reduce_scatter()
+
+    def _release(self) -> None:
+        super()._release()
+        self._parts = []
 
 
 class OneInstanceAProcess(AddsInSomeOrder):
