@@ -113,11 +113,11 @@ def test_parts_that_overwrite_each_other_are_found_in_the_first_spilled_step(poo
 def test_a_right_class_that_adds_in_another_order_holds(pool: RankPool) -> None:
     """Followed where a fixed order explains it, else within the bound."""
     for name, followed in (("ReducesEveryPart", True), ("AddsPartsBackward", False)):
-        result = _train(pool, f"right.py:{name}", world=3, steps=2, parts=(8,))
+        result = _train(pool, f"right.py:{name}", world=3, steps=4, parts=(8,))
 
         assert (result.verdict, result.failure) == ("holds", None)
         assert (result.oracle["bound"] == 0) == followed
-        assert result.oracle["ordered"] + result.oracle["bound"] == 2 * 3
+        assert result.oracle["ordered"] + result.oracle["bound"] == 4 * 3
 
 
 def test_gradients_changed_inside_the_backward_pass_are_the_subjects_doing(pool: RankPool) -> None:

@@ -295,7 +295,7 @@ def test_the_signature_does_not_depend_on_names() -> None:
     assert whole.signature == Order((unused, other, one), np.array([2, 2, 1, 1, 2])).signature
     assert whole.signature == order.joined([whole.slice(0, 1), whole.slice(1, 3), whole.slice(3, 5)]).signature
     assert hash(whole.signature) == hash(order.joined([whole]).signature)
-    assert order.order.uniform(one, 0).signature == order.order.uniform(other, 0).signature == ()
+    assert order.uniform(one, 0).signature == order.uniform(other, 0).signature == ()
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_adding_rounds_every_addition_of_the_tree(rounding: Rounding, drawn: tup
 def test_the_order_changes_what_is_added_up(rounding: Rounding) -> None:
     """So that the test above, and everything that rests on adding, can fail."""
     rows = random_rows(3, 500, rounding, np.random.default_rng(0))
-    sums = [order.add(order.order.uniform(tree, 500), rows, rounding) for tree in order.ring(3)]
+    sums = [order.add(order.uniform(tree, 500), rows, rounding) for tree in order.ring(3)]
     by_ring = order.add(Order(order.ring(3), np.arange(500) % 3), rows, rounding)
 
     for one, other in itertools.combinations(sums, 2):
@@ -346,7 +346,7 @@ def test_the_order_changes_what_is_added_up(rounding: Rounding) -> None:
 
 def test_fp32_is_the_rounding_unless_named() -> None:
     rows = random_rows(3, 300, "fp32", np.random.default_rng(1))
-    ranked = order.order.in_rank_order(3, 300)
+    ranked = order.in_rank_order(3, 300)
 
     assert same(order.add(ranked, rows), order.add(ranked, rows, "fp32"))
     assert not same(order.add(ranked, rows), order.add(ranked, rows, "bf16"))
@@ -356,15 +356,15 @@ def test_fp32_is_the_rounding_unless_named() -> None:
 def test_overflow_on_the_way_gives_inf_as_in_a_backend(rounding: Rounding, largest: float) -> None:
     rows = [np.array([value], np.float32) for value in (largest, largest, -largest)]
 
-    assert order.add(order.order.uniform(((0, 1), 2), 1), rows, rounding).tolist() == [math.inf]
-    assert order.add(order.order.uniform(((1, 2), 0), 1), rows, rounding).tolist() == [rows[0].item()]
+    assert order.add(order.uniform(((0, 1), 2), 1), rows, rounding).tolist() == [math.inf]
+    assert order.add(order.uniform(((1, 2), 0), 1), rows, rounding).tolist() == [rows[0].item()]
 
 
 def test_nothing_is_added_to_no_elements() -> None:
     empty = [np.zeros(0, np.float32)] * 3
 
-    assert order.add(order.order.gloo("all_reduce", 0, 3), empty).shape == (0,)
-    assert order.add(order.order.in_rank_order(3, 0), empty).shape == (0,)
+    assert order.add(order.gloo("all_reduce", 0, 3), empty).shape == (0,)
+    assert order.add(order.in_rank_order(3, 0), empty).shape == (0,)
 
 
 @pytest.mark.parametrize("world", [256, 3000])
@@ -372,7 +372,7 @@ def test_nothing_is_added_to_no_elements() -> None:
 def test_a_long_fold_is_added_without_recursion(world: int, rounding: Rounding) -> None:
     """3000 is beyond Python's limit."""
     rng = np.random.default_rng(world)
-    rows = list(torch.from_numpy(rng.order.uniform(-1, 1, (world, 2))).to(FORMATS[rounding]).float().numpy())
+    rows = list(torch.from_numpy(rng.uniform(-1, 1, (world, 2))).to(FORMATS[rounding]).float().numpy())
     expected = []
     for column in zip(*(row.tolist() for row in rows), strict=True):
         total = column[0]
@@ -380,7 +380,7 @@ def test_a_long_fold_is_added_without_recursion(world: int, rounding: Rounding) 
             total = plain_sum(total, value, rounding)
         expected.append(total)
 
-    assert order.add(order.order.in_rank_order(world, 2), rows, rounding).tolist() == expected
+    assert order.add(order.in_rank_order(world, 2), rows, rounding).tolist() == expected
 
 
 def test_bf16_rounding_is_torchs() -> None:
@@ -418,7 +418,7 @@ def test_bf16_rounding_of_single_values() -> None:
 
 
 def test_bf16_rounding_takes_every_second_value() -> None:
-    values = np.random.default_rng(2).order.uniform(-1, 1, 100).astype(np.float32)
+    values = np.random.default_rng(2).uniform(-1, 1, 100).astype(np.float32)
 
     assert same(order.round_bf16(values[::2]), order.round_bf16(values)[::2].copy())
 
@@ -520,7 +520,7 @@ def test_only_sums_of_a_tree_are_explained(world: int, num_trees: int) -> None:
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8])
 def test_an_exact_sum_fits_no_tree(world: int) -> None:
-    exact = probed_by(world, order.order.in_rank_order(world, 2), lambda _, values: math.fsum(values))
+    exact = probed_by(world, order.in_rank_order(world, 2), lambda _, values: math.fsum(values))
 
     assert order.reveal(exact, world) is None
 
@@ -529,7 +529,7 @@ def test_three_summands_rounded_once_fit_no_tree() -> None:
     def three_at_once(_: Tree, values: Sequence[float]) -> float:
         return plain_sum(nearest(sum(map(Fraction, values[:3]), Fraction(0)), "fp32"), values[3], "fp32")
 
-    assert order.reveal(probed_by(4, order.order.in_rank_order(4, 1), three_at_once), 4) is None
+    assert order.reveal(probed_by(4, order.in_rank_order(4, 1), three_at_once), 4) is None
 
 
 @given(orders(min_world=3), st.data())
@@ -548,7 +548,7 @@ def test_a_sum_without_or_with_twice_a_contribution_fits_no_tree(drawn: tuple[in
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5, -1.0, 100.0, 2.0**120])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_one_bad_sum_of_one_element_and_nothing_is_explained(world: int, bad: float) -> None:
-    sums = probed(order.order.gloo("all_reduce", 12, world), world)
+    sums = probed(order.gloo("all_reduce", 12, world), world)
     assert order.reveal(sums, world) is not None
     for pair, element in itertools.product(sums, (0, 5, 11)):
         changed = {**sums, pair: sums[pair].copy()}
@@ -584,7 +584,7 @@ def test_subtree_sizes_are_what_the_probes_do_not_count(drawn: tuple[int, Order]
     world, given_order = drawn
     tree = given_order.trees[0]
 
-    sums = probed(order.order.uniform(tree, 1), world)
+    sums = probed(order.uniform(tree, 1), world)
 
     assert order.subtree_sizes(tree) == {pair: world - row.item() for pair, row in sums.items()}
 
