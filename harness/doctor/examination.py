@@ -6,6 +6,7 @@ The parent's side: no torch. Every wait is bounded, and whatever goes wrong in a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
@@ -13,7 +14,7 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from harness.doctor import machine, readings
-from harness.doctor.findings import DoctorResult, Finding, Verdict, over_worlds, overall, unmeasured
+from harness.doctor.findings import DoctorResult, Finding, Verdict, by_reason, over_worlds, overall, unmeasured
 from harness.doctor.messages import (
     AdamWReport,
     AverageReport,
@@ -119,9 +120,9 @@ def reason_of(text: str) -> str:
     lines = [line.strip() for line in text.partition("\nIts output:")[0].strip().splitlines() if line.strip()]
     if not lines:
         return "no reason given"
-    if len(lines) == 1:
-        return lines[0]
-    return lines[-1] if lines[0].startswith("Traceback") else f"{lines[0].rstrip(':')}: {lines[-1]}"
+    head = lines[0].removesuffix("Traceback (most recent call last):").rstrip(": ")
+    parts = [part for part in (head, lines[-1]) if part]
+    return parts[0] if len(lines) == 1 else ": ".join(parts)
 
 
 def why_unanswered(outcome: Outcome, timeout_s: float) -> str:
@@ -145,7 +146,8 @@ class Examination:
         self._worlds = tuple(worlds)
         self._observer = observer
         self._add = add
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, str] = {}  # why
+        self._failed_at: dict[int, str] = {}  # what was asked of it then
         self._seconds: dict[int, float] = {}
 
     def run(self) -> None:
@@ -164,8 +166,8 @@ class Examination:
 
     def _ranks(self) -> None:
         reports, missing = self._ask("ranks", MeasureLatency(_NUM_LATENCY_CALLS), LatencyReport)
-        if failed := {**self._failed, **missing}:
-            self._add(cannot_start("; ".join(f"world {world}: {reason}" for world, reason in failed.items())))
+        if failed := {**missing, **self._failed}:
+            self._add(cannot_start(by_reason(failed)))
         else:
             self._add(readings.read_ranks(reports, self._seconds))
 
@@ -233,13 +235,13 @@ class Examination:
         for world in self._worlds if worlds is None else worlds:
             self._observer.measuring(what if world == 1 or what.endswith(str(world)) else f"{what} at world {world}")
             if world in self._failed:
-                missing[world] = self._failed[world]
+                missing[world] = f"its ranks had failed before ({self._failed_at[world]})"
                 continue
             began = time.monotonic()
             try:
                 outcome = self._pool.run(world, encode(task), timeout_s=timeout_s)
             except PoolError as error:
-                missing[world] = self._failed[world] = reason_of(str(error))
+                missing[world] = self._give_up(world, what, reason_of(str(error)).removeprefix(f"world {world}: "))
                 continue
             self._seconds.setdefault(world, time.monotonic() - began)
             replies: list[object] = [decode_report(rank.reply) for rank in outcome.ranks if rank.reply is not None]
@@ -249,16 +251,21 @@ class Examination:
                 continue
             missing[world] = why_unanswered(outcome, timeout_s)
             if any(rank.end is RankEnd.TIMED_OUT for rank in outcome.ranks):
-                self._failed[world] = missing[world]
+                self._give_up(world, what, missing[world])
         return reports, missing
+
+    def _give_up(self, world: int, what: str, reason: str) -> str:
+        self._failed[world], self._failed_at[world] = reason, what
+        return reason
 
 
 def lost_ranks(incidents: Sequence[str]) -> Finding:
     """Ranks that ended while nothing was asked of them."""
+    seen = Counter(incidents)
     return Finding(
         name="lost ranks",
         verdict=Verdict.PROBLEM,
-        measured="; ".join(incidents),
+        measured="; ".join(f"{text} ({count} times)" if count > 1 else text for text, count in seen.items()),
         meaning="Something ends processes on this machine (memory, a person): campaigns will report violations.",
         relied_on=True,
         values={"incidents": list(incidents)},

@@ -82,7 +82,7 @@ def overall(findings: Iterable[Finding], *, interrupted: bool = False) -> Overal
 def unmeasured(name: str, reason: str, *, relied_on: bool) -> Finding:
     """The finding for something that could not be measured."""
     meaning = (
-        "Verdicts of the harness rest on this: until it can be measured here, do not trust them."
+        "Verdicts rest on this: trust none of them until it can be measured here."
         if relied_on
         else "No verdict of the harness rests on this."
     )
@@ -109,8 +109,15 @@ def over_worlds(
         if finding is None:
             raise ValueError(f"{name}: neither a report nor a reason why there is none")
         return finding
-    reasons = "; ".join(f"world {world}: {reason}" for world, reason in missing.items())
-    return unmeasured(name, reasons, relied_on=relied_on)
+    return unmeasured(name, by_reason(missing), relied_on=relied_on)
+
+
+def by_reason(missing: Mapping[int, str]) -> str:
+    """``world 3, 4: it was cold; world 8: too many``: each reason once."""
+    worlds: dict[str, list[str]] = {}
+    for world, reason in missing.items():
+        worlds.setdefault(reason, []).append(str(world))
+    return "; ".join(f"world {', '.join(named)}: {reason}" for reason, named in worlds.items())
 
 
 def counted(number: int, noun: str) -> str:
