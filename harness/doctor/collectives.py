@@ -28,6 +28,7 @@ from harness.doctor.messages import (
     StridedReport,
     ViewReport,
 )
+from harness.errors import exception_text, one_line
 from harness.launch.rank import RankContext
 from harness.oracles import order
 from harness.oracles.compare import compare_bits, digest
@@ -197,7 +198,7 @@ def measure_average(context: RankContext, task: MeasureAverage) -> AverageReport
         try:
             dist.all_reduce(average, dist.ReduceOp.AVG)
         except (RuntimeError, ValueError) as error:  # refused before anything is sent, on all ranks alike
-            return AverageReport(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return AverageReport(error=one_line(exception_text(error)))
         dist.all_reduce(total)
         dist.all_reduce(scaled)
         divided[name] = _differing(total / world, average)
@@ -264,7 +265,7 @@ def _view(context: RankContext, view_of: Callable[[Tensor], Tensor]) -> ViewRepo
     try:
         dist.all_reduce(view_of(base))
     except (RuntimeError, ValueError) as error:  # a refusal is the best that could happen
-        return ViewReport(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return ViewReport(error=one_line(exception_text(error)))
     return ViewReport(
         elements=wanted.numel(),
         wrong=int((view_of(base) != wanted).sum()),

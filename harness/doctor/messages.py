@@ -101,7 +101,8 @@ class ModeReport(Struct, frozen=True, kw_only=True):
         error: why it could not be run, else None.
         differing: elements whose weight or a moment differs, in ``cases`` cases; ``largest``: between two weights.
         against_single: elements, of flat vectors, that differ from those of ``foreach=False``.
-        special_differing: as ``differing``, on gradients with inf, nan, 3e38 and subnormals (nan equals nan).
+        special_differing, special_against_single: the same on gradients with inf, nan, 3e38 and subnormals (nan equals
+            nan).
     """
 
     error: str | None = None
@@ -110,6 +111,7 @@ class ModeReport(Struct, frozen=True, kw_only=True):
     largest: float = 0.0
     against_single: int = 0
     special_differing: int = 0
+    special_against_single: int = 0
 
 
 class AdamWReport(Struct, frozen=True, tag=True, kw_only=True):

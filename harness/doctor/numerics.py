@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from harness.doctor.messages import (
     RoundingReport,
     SubnormalReport,
 )
+from harness.errors import exception_text, one_line
 from harness.oracles import order
 from harness.oracles.compare import compare_bits
 
@@ -87,65 +89,73 @@ class _Trained:
         return int(found.sum())
 
 
+class _Totals:
+    """What has been counted of one mode."""
+
+    def __init__(self) -> None:
+        self.differing = self.cases = self.against_single = 0
+        self.special_differing = self.special_against_single = 0
+        self.largest = 0.0
+        self.error: str | None = None
+
+    def report(self) -> ModeReport:
+        """As it is sent; of a mode that could not be run only the error."""
+        return ModeReport(**vars(self)) if self.error is None else ModeReport(error=self.error)
+
+
 def measure_adamw(task: MeasureAdamW) -> AdamWReport:
     """Random settings, random weights and gradients, random cuts; the same for every mode."""
-    totals: dict[str, dict[str, Any]] = {
-        mode: {"differing": 0, "cases": 0, "largest": 0.0, "against_single": 0} for mode in MODES
-    }
-    errors: dict[str, str] = {}
+    totals = {mode: _Totals() for mode in MODES}
     num_elements = 0
     for case in range(task.num_cases):
         rng = np.random.Generator(np.random.Philox(key=[task.seed, case]))
         length = int(rng.integers(_SHORTEST, _LONGEST))
         num_elements += length
-        settings, sizes = _settings(rng), _sizes(rng, length)
-        weights = torch.from_numpy(rng.standard_normal(length, np.float32))
         gradients = [torch.from_numpy(_wide(rng, length)) for _ in range(_STEPS)]
-        single: _Trained | None = None
-        for mode, total in totals.items():
-            if mode in errors:
-                continue
-            try:
-                flat, pieces = _flat_and_pieces(mode, weights, gradients, sizes, settings)
-            except (RuntimeError, ValueError, TypeError) as error:
-                errors[mode] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                continue
+        for total, flat, pieces, single in _trained(totals, rng, gradients):
             differing = flat.differing(pieces)
-            total["differing"] += differing
-            total["cases"] += differing > 0
-            total["largest"] = max(total["largest"], float((flat.weights - pieces.weights).abs().max()))
-            if single is None:
-                single = flat
-            total["against_single"] += single.differing(flat)
-    special = {mode: 0 for mode in MODES if mode not in errors}
-    for mode in special:
-        special[mode] = _special(mode, task.seed)
+            total.differing += differing
+            total.cases += differing > 0
+            total.largest = max(total.largest, float((flat.weights - pieces.weights).abs().max()))
+            total.against_single += single.differing(flat)
+    rng = np.random.Generator(np.random.Philox(key=[task.seed, 2**32]))
+    gradients = [torch.from_numpy(_extreme(rng, _SPECIAL_ELEMENTS)) for _ in range(_STEPS)]
+    for total, flat, pieces, single in _trained(totals, rng, gradients):
+        total.special_differing = flat.differing(pieces)
+        total.special_against_single = single.differing(flat)
     return AdamWReport(
         cases=task.num_cases,
         elements=num_elements,
         steps=_STEPS,
         special_elements=_SPECIAL_ELEMENTS,
-        modes={
-            mode: ModeReport(error=errors[mode])
-            if mode in errors
-            else ModeReport(**total, special_differing=special[mode])
-            for mode, total in totals.items()
-        },
+        modes={mode: total.report() for mode, total in totals.items()},
     )
 
 
-def _special(mode: str, seed: int) -> int:
-    """Elements that differ when half of the gradients are extreme."""
-    rng = np.random.Generator(np.random.Philox(key=[seed, 2**32]))
-    weights = torch.from_numpy(rng.standard_normal(_SPECIAL_ELEMENTS, np.float32))
-    extreme = np.array(_SPECIAL_GRADIENTS, np.float32)
-    gradients = []
-    for _ in range(_STEPS):
-        drawn = extreme[rng.integers(0, extreme.size, _SPECIAL_ELEMENTS)]
-        usual = rng.standard_normal(_SPECIAL_ELEMENTS, np.float32)
-        gradients.append(torch.from_numpy(np.where(rng.random(_SPECIAL_ELEMENTS) < 0.5, drawn, usual)))
-    flat, pieces = _flat_and_pieces(mode, weights, gradients, _sizes(rng, _SPECIAL_ELEMENTS), _settings(rng))
-    return flat.differing(pieces)
+def _trained(
+    totals: dict[str, _Totals], rng: np.random.Generator, gradients: list[Tensor]
+) -> Iterator[tuple[_Totals, _Trained, _Trained, _Trained]]:
+    """For each mode that can be run: its totals, the flat vector, its pieces, and the flat vector of the first mode."""
+    length = gradients[0].numel()
+    settings, sizes = _settings(rng), _sizes(rng, length)
+    weights = torch.from_numpy(rng.standard_normal(length, np.float32))
+    single: _Trained | None = None
+    for mode, total in totals.items():
+        if total.error is not None:
+            continue
+        try:
+            flat, pieces = _flat_and_pieces(mode, weights, gradients, sizes, settings)
+        except (RuntimeError, ValueError, TypeError) as error:
+            total.error = one_line(exception_text(error))
+            continue
+        single = single or flat
+        yield total, flat, pieces, single
+
+
+def _extreme(rng: np.random.Generator, length: int) -> NDArray[np.float32]:
+    """Gradients half of which are extreme."""
+    extreme = np.array(_SPECIAL_GRADIENTS, np.float32)[rng.integers(0, len(_SPECIAL_GRADIENTS), length)]
+    return np.where(rng.random(length) < 0.5, extreme, rng.standard_normal(length, np.float32))
 
 
 def _flat_and_pieces(

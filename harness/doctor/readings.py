@@ -101,17 +101,24 @@ def read_adamw_agreement(report: AdamWReport) -> Finding:
     if error is not None:
         return unmeasured(name, error, relied_on=True)
     beside = "" if fused.error else f"; {FUSED} in {_share(fused.against_single, report.elements)}"
-    equal = not found.against_single
+    equal = not found.against_single and not found.special_against_single
     return Finding(
         name=name,
         verdict=Verdict.OK if equal else Verdict.PROBLEM,
         measured=f"flat vectors, against {SINGLE}: {mode} differs in {_share(found.against_single, report.elements)} "
-        f"elements{beside}",
+        f"elements{beside}; with inf, nan, 3e38 and subnormals {mode} in {found.special_against_single} of "
+        f"{report.special_elements:,}",
         meaning="foreach=False and True give the same bits: subject and reference may use either."
         if equal
         else "foreach=False and True give different bits: a comparison holds only with one mode on both sides.",
         relied_on=True,
-        values={"foreach": found.against_single, "fused": fused.against_single, "elements": report.elements},
+        values={
+            "elements": report.elements,
+            "foreach": found.against_single,
+            "fused": fused.against_single,
+            "special_elements": report.special_elements,
+            "special_foreach": found.special_against_single,
+        },
     )
 
 

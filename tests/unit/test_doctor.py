@@ -110,6 +110,7 @@ def order_of(**fields: Any) -> dict[int, list[OrderReport]]:
 FOREACH_DIFFERS = changed(ADAMW, modes={**ADAMW.modes, "foreach=True": changed(EQUAL, differing=1, cases=1)})
 MODES_DIFFER = changed(ADAMW, modes={**ADAMW.modes, "foreach=True": changed(EQUAL, against_single=1)})
 SPECIAL_DIFFERS = changed(ADAMW, modes={**ADAMW.modes, "foreach=False": changed(EQUAL, special_differing=1)})
+MODES_DIFFER_SPECIAL = changed(ADAMW, modes={**ADAMW.modes, "foreach=True": changed(EQUAL, special_against_single=1)})
 FUSED_EQUAL = changed(ADAMW, modes={**ADAMW.modes, "fused=True": EQUAL})
 NO_FUSED = changed(ADAMW, modes={**ADAMW.modes, "fused=True": ModeReport(error="RuntimeError: no fused")})
 NO_FOREACH = changed(ADAMW, modes={**ADAMW.modes, "foreach=True": ModeReport(error="RuntimeError: no foreach")})
@@ -141,6 +142,7 @@ READ: list[tuple[str, Callable[[], Finding], Verdict, str]] = [
     ("no fused", lambda: readings.read_adamw_mode(NO_FUSED, "fused=True"), UNKNOWN, "No verdict"),
     ("modes", lambda: readings.read_adamw_agreement(ADAMW), OK, "the same bits"),
     ("modes differ", lambda: readings.read_adamw_agreement(MODES_DIFFER), PROBLEM, "different bits"),
+    ("modes differ at nan", lambda: readings.read_adamw_agreement(MODES_DIFFER_SPECIAL), PROBLEM, "different bits"),
     ("no modes", lambda: readings.read_adamw_agreement(NO_FOREACH), UNKNOWN, "trust none"),
     ("rounding", lambda: readings.read_rounding(ROUNDING), OK, "ties to even"),
     ("truncation", lambda: readings.read_rounding(changed(ROUNDING, wrong=1, example="0x1")), PROBLEM, "0x1"),
@@ -423,7 +425,7 @@ def test_a_world_that_hangs_is_not_asked_again() -> None:
     found = examined(pool)
     assert set(found) == NAMES
     assert [kind for world, kind in pool.asked if world == 3] == [MeasureLatency, MeasureOrder]
-    assert "rank 0 had not answered after 40 s" in found["order at world 3"].measured
+    assert "rank 0 had not answered after 60 s" in found["order at world 3"].measured
     assert found["order at world 4"].verdict is OK
     assert found["sums"].verdict is UNKNOWN
     assert overall(found.values()) == "unknown"
