@@ -49,7 +49,7 @@ BACKEND = "gloo"
 JOIN_TIMEOUT_S = 45.0
 TASK_TIMEOUT_S = 60.0
 STRIDED_TIMEOUT_S = 20.0
-# Any would do: with this one fused AdamW depended on position in 128 of 128 cases (AVX2, AVX512; without either in none).
+# Any would do. With this one fused AdamW depends on position in 128 of 128 cases (AVX2, AVX512; in none without).
 SEED = 20_260
 _NUM_ADAMW_CASES = 128
 _NUM_RANDOM_PATTERNS = 1_000_000
