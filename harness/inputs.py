@@ -24,6 +24,7 @@ from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
 
 DEFAULT_REPORT = Path("zero2-harness-cases")
+MAX_PROBED_WORLD = 8
 
 
 def worlds(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -37,6 +38,17 @@ def worlds(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[in
             raise click.BadParameter(f"world {int(text)} is given twice.")
         found.append(int(text))
     return tuple(found)
+
+
+def doctor_worlds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """As :func:`worlds`, where there is an order of addition, and few enough pairs of ranks to probe them all."""
+    found = worlds(ctx, param, value)
+    for world in found:
+        if not 2 <= world <= MAX_PROBED_WORLD:
+            raise click.BadParameter(
+                f"world {world}: the order of addition is measured at 2 to {MAX_PROBED_WORLD} ranks."
+            )
+    return found
 
 
 def whole(low: int, high: int = 2**63 - 1) -> Callable[[click.Context, click.Parameter, int | None], int | None]:

@@ -66,6 +66,9 @@ BAD = [
     ("train --world 65", "65 is not a whole number from 1 to 64"),
     ("train --steps 0", "0 is not a whole number from 1"),
     ("train --text missing.txt", "missing.txt"),
+    ("doctor --world 1", "world 1: the order of addition is measured at 2 to 8 ranks"),
+    ("doctor --world 9", "world 9: the order of addition is measured at 2 to 8 ranks"),
+    ("doctor --backend nccl", "'nccl' is not 'gloo'"),
     ("train --subject nope", "'nope': no built-in system of that name"),
 ]
 

@@ -1,0 +1,59 @@
+"""What a rank of `doctor` runs: one measurement a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.doctor import collectives, numerics
+from harness.doctor.messages import (
+    Describe,
+    MeasureAdamW,
+    MeasureAverage,
+    MeasureLatency,
+    MeasureOrder,
+    MeasureRepeats,
+    MeasureRounding,
+    MeasureSpecials,
+    MeasureStrided,
+    MeasureSubnormals,
+    Report,
+    Task,
+    decode_task,
+    encode,
+)
+from harness.launch.rank import RankContext
+
+
+def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that answers this rank's tasks. ``setup`` is not used."""
+
+    def answer(message: bytes) -> bytes:
+        with context.collectives.paused():  # nobody reads the log of these
+            return encode(measure(context, decode_task(message)))
+
+    return answer
+
+
+def measure(context: RankContext, task: Task) -> Report:
+    """Carry out one task."""
+    match task:
+        case Describe():
+            return numerics.describe()
+        case MeasureAdamW():
+            return numerics.measure_adamw(task)
+        case MeasureRounding():
+            return numerics.measure_rounding(task)
+        case MeasureSubnormals():
+            return numerics.measure_subnormals()
+        case MeasureLatency():
+            return collectives.measure_latency(context, task)
+        case MeasureOrder():
+            return collectives.measure_order(context, task)
+        case MeasureSpecials():
+            return collectives.measure_specials(context)
+        case MeasureAverage():
+            return collectives.measure_average(context, task)
+        case MeasureRepeats():
+            return collectives.measure_repeats(context, task)
+        case MeasureStrided():
+            return collectives.measure_strided(context)

@@ -1,0 +1,47 @@
+"""`doctor` on real ranks: one run, and all that it must have found."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import CommandLine
+
+
+def test_doctor_measures_what_the_harness_relies_on(cli: CommandLine) -> None:
+    """The facts of this project hold here; both forms of the result come from the same run."""
+    done = cli.run("doctor", "--json", "doctor.json")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    result = json.loads((cli.directory / "doctor.json").read_text())
+    assert {key: result[key] for key in ("schema", "verdict", "backend", "worlds", "interrupted")} == {
+        "schema": 1,
+        "verdict": "ok",
+        "backend": "gloo",
+        "worlds": [2, 3, 4],
+        "interrupted": False,
+    }
+    assert result["seconds"] > 0
+    assert "torch" in result["versions"]
+    found = {finding["name"]: finding for finding in result["findings"]}
+
+    for world in (2, 3, 4):
+        order = found[f"order at world {world}"]["values"]
+        assert order["predicted"] == order["elements"] > 10_000
+        assert order["probes"] > 0
+    assert found["order at world 3"]["values"]["trees"][0] == "chunk 0, elements 0-7: ((1+2)+0)"
+    assert (found["sums"]["values"]["wrong"], found["sums"]["values"]["order_shows"] > 0) == (0, True)
+    assert found["AVG"]["values"]["equals"] == ["sum / W"]
+    assert found["AdamW fused=True"]["values"]["differing"] > 0
+    assert found["AdamW fused=True"]["verdict"] == "note"
+    assert found["AdamW foreach=False"]["values"]["elements"] > 1_000_000
+    strided = found["strided views"]["values"]["every second column"]
+    assert strided["wrong"] > 0
+    assert strided["changed_outside"] > 0
+    assert all(finding["verdict"] in ("ok", "note") for finding in result["findings"])
+
+    lines = done.stdout.splitlines()
+    for name, finding in found.items():
+        assert sum(line.startswith(f"{finding['verdict']:<9}{name} ") for line in lines) == 1
+    assert lines[-1].startswith("ok: gloo, world 2,3,4, ")
+    assert max(map(len, lines)) <= 100
