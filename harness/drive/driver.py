@@ -36,7 +36,7 @@ from harness.scenario.model import Domain, Scenario, StepPlan, steps
 from harness.scenario.partition import Partition
 from harness.scenario.situations import Situation
 from harness.subjects.builtin import Capabilities
-from harness.subjects.load import missing_attributes
+from harness.subjects.load import has_full_master, missing_attributes
 from harness.verdict import Oracle, Property, RankStatus, RankVerdict, Stage
 
 _FORMULA_EVERY = 4
@@ -89,10 +89,9 @@ class Driver:
                 self._step(plan)
             self._finish()
         except SubjectRaisedError as raised:
-            if raised.unsupported:
-                return self.record.verdict(RankStatus.UNSUPPORTED, raised.detail)
-            self.record.diverge(Property.PROGRESS, str(raised))
-            return self.record.verdict(RankStatus.RAISED, raised.detail)
+            self.record.diverge(Property.PROGRESS, str(raised))  # of a refusal: where, should other ranks not refuse
+            status = RankStatus.UNSUPPORTED if raised.unsupported else RankStatus.RAISED
+            return self.record.verdict(status, raised.detail)
         except CannotGoOnError:
             return self.record.verdict(RankStatus.RAISED, None)
         except InterfaceLacksError as lacks:
@@ -197,6 +196,7 @@ class Driver:
         self._compare_weights("after collect()")
         self._reduce(plan, handed_over)
         self._norm(plan)
+        self._compare_weights("after grad_sq_norm()")
         self._update()
         self._gather()
 
@@ -437,7 +437,6 @@ class Driver:
         self.record.enter(self.record.step, Stage.UPDATE)
         if self.sample is not None:
             self.sample.step()
-        self._compare_weights("after grad_sq_norm()")
         with self._subject("master.grad"):
             self.optimizer.step()
         self.reference.step()
@@ -488,7 +487,7 @@ class Driver:
 
     def _check_full_master(self) -> None:
         """``full_master`` is optional. Collective where the class has it, so called whatever was found before."""
-        if not hasattr(self.cls, "full_master") or self.scenario.seed % _FULL_MASTER_EVERY:
+        if not has_full_master(self.cls) or self.scenario.seed % _FULL_MASTER_EVERY:
             return
         with self._subject("full_master"), self.context.collectives.paused():
             try:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from harness.report.result import Failure, Result
-from harness.scenario.model import Clip, Discard, Scenario, steps
+from harness.scenario.model import Clip, Discard, Scenario, Values, steps
 from harness.verdict import Oracle, Property
 
 LINE_INTERVAL_S = 5.0
@@ -64,10 +64,17 @@ def describe(scenario: Scenario) -> str:
         f"{_count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
         f"bucket {scenario.bucket:,}",
         f"{_count(len(plans), 'step')} ({parts} parts)",
-        scenario.values.domain.value,
+        _domain(scenario.values),
         *extras,
     ]
     return ", ".join(words)
+
+
+def _domain(values: Values) -> str:
+    forms = ["cancelling"] if values.cancel else []
+    if values.special:
+        forms.append("inf and nan" if values.nonfinite else "extreme")
+    return f"{values.domain.value} ({', '.join(forms)})" if forms else values.domain.value
 
 
 def duration(seconds: float) -> str:

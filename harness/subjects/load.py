@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,20 @@ def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
             f"{title} cannot be constructed as Class(params, rank, world, bucket=...{_shown(args)}): {error}; "
             f"its signature is {signature}"
         ) from error
+
+
+def has_full_master(cls: Callable[..., Any]) -> bool:
+    """Whether the class has the optional method ``full_master()``: something else of this name is its own affair."""
+    method = getattr(cls, "full_master", None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C: it cannot be told
+        pass
+    return True
 
 
 def _shown(args: dict[str, Any]) -> str:

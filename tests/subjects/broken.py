@@ -784,6 +784,26 @@ class CompensatesWrongly(PlainZero):
         return total
 
 
+class NormWritesWeights(PlainZero):
+    """Bug: the norm scales a weight in passing. Trigger: a completed step. First: weights at norm."""
+
+    def grad_sq_norm(self) -> Tensor:
+        with torch.no_grad():
+            for p in self.params:
+                p.mul_(2.0)
+        return super().grad_sq_norm()
+
+
+class OneRankRefusesInNorm(PlainZero):
+    """Bug: only the last rank says NotImplementedError, in the norm. Trigger: any step. First: progress at norm."""
+
+    def grad_sq_norm(self) -> Tensor:
+        result = super().grad_sq_norm()
+        if self.rank == self.world - 1 and self.world > 1:
+            raise NotImplementedError("not on this rank")
+        return result
+
+
 class CrashesWhenIdle(PlainZero):
     """Bug: something left running ends the process a moment after the scenario. Trigger: any. First: progress."""
 

@@ -97,6 +97,8 @@ BROKEN: tuple[Broken, ...] = (
     _broken("SkipsStepWithNan", "gradient|spill", "reduce", 1, "a sum that is nan, another on the shard that is not"),
     _broken("NormWithoutNan", "norm", "norm", 1, "a gradient that is nan, none that is inf"),
     _broken("CompensatesWrongly", "gradient|spill", "reduce", 3, "a sum of three ranks that rounds"),
+    _broken("NormWritesWeights", "weights", "norm", 1, "a completed step"),
+    _broken("OneRankRefusesInNorm", "progress", "norm", 2, "any step"),
     _broken("CrashesWhenIdle", "progress|determinism", "collect|reduce|norm|update|gather|build", 1, "any"),
     _broken("CastsItsParameters", "storage", "build", 1, "any"),
     _broken("FrozenUntilGather", "storage", "build", 1, "any"),

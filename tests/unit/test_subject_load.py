@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
-from harness.subjects.load import METHODS, SubjectError, capabilities, load_class, missing_attributes
+from harness.subjects.load import METHODS, SubjectError, capabilities, has_full_master, load_class, missing_attributes
 
 SUBJECTS = Path(__file__).parent.parent / "subjects"
 
@@ -358,3 +358,22 @@ def test_attributes_that_a_built_object_lacks_are_named(lacking: list[str]) -> N
         delattr(Built, name)
 
     assert missing_attributes(Built()) == lacking
+
+
+class _WithFullMaster:
+    def full_master(self) -> None: ...
+
+
+class _OfAnotherMeaning:
+    def full_master(self, path: str) -> None: ...
+
+
+class _SetToNone:
+    full_master = None
+
+
+@pytest.mark.parametrize(
+    ("cls", "has"), [(_WithFullMaster, True), (_OfAnotherMeaning, False), (_SetToNone, False), (object, False)]
+)
+def test_full_master_is_a_method_without_arguments_or_absent(cls: type, has: bool) -> None:
+    assert has_full_master(cls) == has
