@@ -329,8 +329,13 @@ class Driver:
             if self.record.clean:
                 beyond = self.shard.beyond(observed, self._intervals(plan))
                 if beyond.mismatch is not None:
-                    message = "the reduced gradient differs by more than any order of addition can"
-                    self.record.diverge(prop, message, beyond)
+                    off = abs(beyond.mismatch.actual - beyond.mismatch.expected)
+                    self.record.diverge(
+                        prop,
+                        "the reduced gradient differs by more than any order of addition can: "
+                        f"off by {off:.3g}, bound {beyond.bound:.3g}",
+                        beyond,
+                    )
             self._adopt(observed)
 
     def _explained(self, plan: StepPlan, observed: Tensor) -> bool:

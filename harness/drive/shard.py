@@ -35,7 +35,10 @@ class Piece(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Outcome of a comparison in parameter coordinates; ``mismatch`` None: all of ``compared`` elements are equal."""
+    """Outcome of a comparison in parameter coordinates; ``mismatch`` None: all of ``compared`` elements are equal.
+
+    ``bound`` is the rounding bound that was exceeded, where there is one.
+    """
 
     compared: int
     mismatch: Mismatch | None = None
@@ -43,6 +46,7 @@ class Difference(NamedTuple):
     element: int | None = None
     bucket: int | None = None
     owner: int | None = None
+    bound: float | None = None
 
     def fields(self, scenario: Scenario) -> dict[str, Any]:
         """The fields of a :class:`harness.verdict.Divergence` that say where and what."""
@@ -153,7 +157,7 @@ class ShardMap:
             count += inside_count
         if found is None:
             return Difference(compared)
-        piece, element, center_value, seen_value, _ = found
+        piece, element, center_value, seen_value, limit = found
         bucket, owner = self.partition.owner(self._offsets[piece.parameter] + element)
         bits = compare_bits(
             torch.tensor([center_value], dtype=torch.float32),
@@ -161,7 +165,7 @@ class ShardMap:
             signed_zeros=False,
         ).mismatch
         mismatch = None if bits is None else dataclasses.replace(bits, count=count)
-        return Difference(compared, mismatch, piece.parameter, element, bucket, owner)
+        return Difference(compared, mismatch, piece.parameter, element, bucket, owner, limit)
 
     def flat(self, shards: Sequence[Tensor]) -> Tensor:
         """All ranks' shards put back together: a new fp32 vector of all elements."""

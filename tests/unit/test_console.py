@@ -95,6 +95,14 @@ def test_summary_of_a_campaign_that_holds() -> None:
     )
 
 
+def test_what_was_only_judged_by_the_bound_is_explained() -> None:
+    ordered = text(HOLDS)
+    bound = text(msgspec.structs.replace(HOLDS, oracle={"exact": 3, "bound": 2}))
+
+    assert "  oracles      exact 3, ordered 0, bound 2, loose 0\n  bound        no fixed order" in bound
+    assert "  bound  " not in ordered
+
+
 def test_failure_block_labels_everything_and_ends_with_the_replay_command() -> None:
     """One label a line; values with their bits and distance; what ranks printed; the command last, never wrapped."""
     printed = text(msgspec.structs.replace(HOLDS, verdict="violated", failure=FAILURE), missing=("held",))
