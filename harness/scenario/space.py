@@ -281,7 +281,7 @@ def _draw_exponent(choices: Choices, low: int, high: int) -> int:
 
 def _draw_general(choices: Choices, max_k: int, aim: Aim) -> Values:
     form = choices.of(aims.FORMS, aim.form)
-    spread = choices.of(aims.SPREADS[form])
+    spread = choices.of(aims.SPREADS[form], aim.spread)
     exponent = _draw_exponent(choices, -133, MAX_EXPONENT - spread)
     special = choices.of(aims.SPECIALS, aim.special) if form in (Form.EXTREME, Form.NONFINITE) else 0
     return Values(

@@ -78,11 +78,20 @@ def cases(draw: st.DrawFn) -> Case:
             draw(st.integers(0, 40)),
         )
     )
+    special = 0 if narrow else draw(st.just(0) | st.integers(0, 1024))
     scenario = Scenario(
         world=world,
         seed=draw(st.integers(0, 2**63 - 1)),
         parameters=tuple(parameters),
-        values=Values(Domain.GENERAL, draw(st.integers(1, 255)), exponent, spread),
+        values=Values(
+            Domain.GENERAL,
+            draw(st.integers(1, 255)),
+            exponent,
+            spread,
+            cancel=draw(st.booleans()),
+            special=special,
+            nonfinite=special > 0 and draw(st.booleans()),
+        ),
         optimizer=AdamW(
             lr=draw(st.floats(0, 10)), beta1=draw(fraction), beta2=draw(fraction), foreach=draw(st.booleans())
         ),
@@ -210,6 +219,16 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
             set_("values", "domain", to="x"),
             "$.values.domain: expected one of 'exact', 'norm-exact', 'general', got 'x'",
         ),
+        (set_("values", "spread", to=1), "$.values.spread: must be 0 in domain 'exact'"),
+        (set_("values", "cancel", to=True), "$.values.cancel: must be False in domain 'exact'"),
+        (set_("values", "special", to=1), "$.values.special: must be 0 in domain 'exact'"),
+        (set_("values", "special", to=1025), "$.values.special: expected `int` <= 1024"),
+        (set_("values", "special", to=-1), "$.values.special: expected `int` >= 0"),
+        (set_("values", "cancel", to=1), "$.values.cancel: expected `bool`, got `int`"),
+        (
+            set_("values", "nonfinite", to=True),
+            "$.values.nonfinite: without special values there are none that are not finite",
+        ),
         (set_("system", to="muon"), "$.system: expected one of 'zero_master', got 'muon'"),
         (
             set_("subject", "args", "a", to=[1]),
@@ -253,6 +272,63 @@ def test_a_bad_field_gives_its_path_and_what_is_wrong(change: Callable[[dict[str
 )
 def test_what_is_no_case_at_all_gives_one_line(data: bytes, line: str) -> None:
     assert complaint(data) == f"FILE: {line}"
+
+
+def with_values(**fields: object) -> Callable[[dict[str, Any]], object]:
+    def change(case: dict[str, Any]) -> None:
+        case["values"] |= fields
+
+    return change
+
+
+@pytest.mark.parametrize("domain", ["exact", "norm-exact"])
+@pytest.mark.parametrize(("field", "value"), [("spread", 1), ("cancel", True), ("special", 64)])
+def test_only_general_values_spread_cancel_or_are_special(domain: str, field: str, value: int) -> None:
+    change = with_values(domain=domain, max_k=1, exponent=0, **{field: value})
+    assert complaint(changed(change)).startswith(f"FILE: $.values.{field}: must be ")
+    general = with_values(domain="general", max_k=1, exponent=0, **{field: value})
+    assert getattr(decode(changed(general)).scenario.values, field) == value
+
+
+def test_special_values_need_parameters_that_can_hold_them() -> None:
+    """Those of bf16 are beyond fp16; cancelling ones are not, nor are special ones beyond bf16 and fp32."""
+    special = with_values(domain="general", special=1)
+    assert decode(changed(special)).scenario.values.special == 1
+
+    def with_dtype(dtype: str, change: Callable[[dict[str, Any]], object]) -> bytes:
+        def both(case: dict[str, Any]) -> None:
+            change(case)
+            case["parameters"][1]["dtype"] = dtype
+
+        return changed(both)
+
+    assert decode(with_dtype("fp32", special)).scenario.values.special == 1
+    line = "values.special: the special values are those of bf16, which an fp16 parameter cannot hold"
+    assert complaint(with_dtype("fp16", special)) == f"FILE: $.{line}"
+    assert decode(with_dtype("fp16", with_values(domain="general", cancel=True))).scenario.values.cancel
+
+
+def test_values_that_are_not_finite_come_with_special_ones_only() -> None:
+    line = "FILE: $.values.nonfinite: without special values there are none that are not finite"
+    for fields in ({}, {"cancel": True}, {"special": 0}):
+        assert complaint(changed(with_values(domain="general", nonfinite=True, **fields))) == line
+    assert decode(changed(with_values(domain="general", nonfinite=True, special=1))).scenario.values.nonfinite
+
+
+def test_a_file_from_before_the_newer_fields_of_values_is_read_as_it_was_meant() -> None:
+    """No new version: what is missing means none of it, and a file of today says all of it."""
+
+    def without(case: dict[str, Any]) -> None:
+        for field in ("cancel", "special", "nonfinite"):
+            del case["values"][field]
+
+    for domain, spread in (("exact", 0), ("general", 9)):
+        old = json.loads(encode(CASE))
+        old["values"] = {"domain": domain, "max_k": 255, "exponent": -3, "spread": spread}
+        read = decode(json.dumps(old).encode())
+        assert read.scenario.values == Values(Domain(domain), 255, -3, spread, False, 0, False)
+        assert decode(encode(read)) == read
+    assert decode(changed(without)) == CASE
 
 
 def test_a_long_line_is_cut() -> None:

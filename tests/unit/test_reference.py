@@ -15,6 +15,7 @@ from harness.oracles.compare import compare_bits
 from harness.oracles.contributions import contribution, has_gradient, interval, reduced
 from harness.oracles.reference import NotComparableError, UnshardedTrainer, build_adamw
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, check, steps
+from harness.scenario.situations import Situation
 from harness.scenario.values import gradient
 
 SHAPES = ((3, 4), (), (0, 7), (5,))
@@ -100,7 +101,7 @@ def test_a_parameter_without_any_gradient_reduces_to_zeros() -> None:
     result = reduced(scenario, plan, 1)
 
     assert result.value.tolist() == [0.0]
-    assert (result.num_contributions, result.wide_partial_sum, result.wide_reduced_value) == (0, False, False)
+    assert (result.num_contributions, result.shows) == (0, frozenset())
     assert interval(scenario, plan, 1).bound.tolist() == [0.0]
 
 
@@ -148,8 +149,9 @@ def test_wide_sums_are_those_that_bf16_cannot_hold() -> None:
         scenario, plan = make(world, (((),) * world,) * num_parts, values, shapes=((400,),))
         result = reduced(scenario, plan, 0)
         rounded = torch.from_numpy(result.value).bfloat16().float().numpy()
-        assert result.wide_reduced_value == (not np.array_equal(rounded, result.value))
-        return result.wide_partial_sum, result.wide_reduced_value
+        assert (Situation.WIDE_REDUCED_VALUE in result.shows) == (not np.array_equal(rounded, result.value))
+        assert result.shows <= {Situation.WIDE_PARTIAL_SUM, Situation.WIDE_REDUCED_VALUE}
+        return Situation.WIDE_PARTIAL_SUM in result.shows, Situation.WIDE_REDUCED_VALUE in result.shows
 
     assert wide(1, 1, 255) == (False, False)
     assert wide(2, 1, 255) == (False, True)

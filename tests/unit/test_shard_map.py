@@ -328,6 +328,61 @@ def test_an_element_that_may_be_anything_is_neither_judged_nor_counted() -> None
     assert found == Difference(3)
 
 
+# Centers that are not finite ask for exactly that; what may be seen, and whether it is inside.
+DECIDED = [
+    (math.inf, 0.0, {math.inf: True, -math.inf: False, NAN: False, 3e38: False, 0.0: False}),
+    (-math.inf, 0.0, {-math.inf: True, math.inf: False, NAN: False, -3e38: False}),
+    (NAN, 0.0, {NAN: True, math.inf: False, -math.inf: False, 0.0: False}),
+    (5.0, 0.0, {5.0: True, NAN: False, math.inf: False, -math.inf: False, 5.0000005: False}),
+    (5.0, 0.5, {5.5: True, 4.5: True, 5.625: False, NAN: False, math.inf: False}),
+    (0.0, 0.0, {-0.0: True, 2.0**-149: False}),
+    (0.0, math.inf, {NAN: True, math.inf: True, -math.inf: True, 7.0: True}),
+]
+
+
+@pytest.mark.parametrize(("center", "bound", "seen"), DECIDED)
+def test_a_center_that_is_not_finite_asks_for_exactly_that(
+    center: float, bound: float, seen: dict[float, bool]
+) -> None:
+    """In every position of a shard, among elements that are right; the difference says what was seen there."""
+    case = case_of(scenario_of(((2, 2), (3,)), 2, 4), Partition.from_request(7, 2, 4))
+    for element in case.elements:
+        intervals = intervals_of(case, 0.25)
+        intervals[element.parameter].center[element.element] = center
+        intervals[element.parameter].bound[element.element] = bound
+        shard_map = case.shard_map(element.owner)
+        for value, inside in seen.items():
+            shard = case.shard(element.owner)
+            shard[element.position] = value
+
+            found = shard_map.beyond(shard, intervals.__getitem__)
+
+            assert found.compared == len(case.owned(element.owner)) - math.isinf(bound)
+            assert (found.mismatch is None) == inside, (element, value)
+            if found.mismatch is not None:
+                assert where(found) == element[1:5]
+                assert found.mismatch.count == 1
+                assert np.array_equal(
+                    [found.mismatch.expected, found.mismatch.actual],
+                    np.array([center, value], np.float32),
+                    equal_nan=True,
+                )
+
+
+def test_several_elements_that_are_not_finite_are_counted_together() -> None:
+    case = case_of(scenario_of(((6,),), 1, 6), Partition.from_request(6, 1, 6))
+    interval = Interval(np.array([math.inf, NAN, 1.0, -math.inf, NAN, 2.0]), np.zeros(6))
+    right = torch.tensor([math.inf, NAN, 1.0, -math.inf, NAN, 2.0])
+    wrong = torch.tensor([math.inf, math.inf, 1.0, NAN, 1.0, math.inf])
+
+    assert case.shard_map(0).beyond(right, lambda _: interval) == Difference(6)
+    found = case.shard_map(0).beyond(wrong, lambda _: interval)
+    assert found.compared == 6
+    assert found.element == 1
+    assert found.mismatch is not None
+    assert found.mismatch.count == 4
+
+
 # --- assemble, padding, fields ----------------------------------------------------------------------------------------
 
 
@@ -341,6 +396,28 @@ def test_the_shards_of_all_ranks_give_the_parameters_back() -> None:
         for made, wanted in zip(put_together, parameters, strict=True):
             assert made.shape == wanted.shape
             assert torch.equal(made, wanted), case.partition
+
+
+def test_the_shards_of_all_ranks_give_one_flat_vector() -> None:
+    """In the order of the parameters, whatever that of the buckets, and without padding."""
+    for case in CASES:
+        world = case.partition.world
+        shards = [case.shard(rank) for rank in range(world)]
+
+        flats = [case.shard_map(rank).flat(shards) for rank in range(world)]
+
+        assert all(torch.equal(flat, torch.arange(1.0, case.partition.numel + 1)) for flat in flats)
+        assert {flat.dtype for flat in flats} == {torch.float32}
+        flats[0].fill_(-1)  # a new vector: no shard is written
+        assert all(torch.equal(s.nan_to_num(), case.shard(rank).nan_to_num()) for rank, s in enumerate(shards))
+
+
+def test_the_number_of_elements_is_that_of_a_shard_without_its_padding() -> None:
+    for case in CASES:
+        for rank in range(case.partition.world):
+            shard_map = case.shard_map(rank)
+            assert shard_map.num_elements == len(case.owned(rank))
+            assert shard_map.num_elements == case.partition.shard_len - len(case.padding[rank])
 
 
 @pytest.mark.parametrize("value", [1.0, -(2.0**-149), NAN, math.inf])

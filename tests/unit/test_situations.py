@@ -230,7 +230,9 @@ def test_required_leaves_out_what_no_world_can_be_in() -> None:
     assert required((1, 2, 3, 4)) == frozenset(Situation)
     assert required((2, 4)) == frozenset(Situation) - {S.WORLD_THREE}
     assert S.RANK_WITHOUT_GRADIENT not in required((1,))
-    assert not RUNTIME - required((1,))
+    assert RUNTIME - required((1,)) == {S.ORDER_MATTERS, S.CANCELLATION}
+    assert RUNTIME - required((1, 2)) == {S.ORDER_MATTERS}
+    assert not RUNTIME - required((3,))
     assert S.MORE_THAN_TWO_BUCKETS not in required((2, 3), bucket=2**25)
     assert S.BUCKET_BELOW_WORLD not in required((2, 3), bucket=3)
     assert S.BUCKET_BELOW_WORLD in required((2, 4), bucket=3)
@@ -238,4 +240,7 @@ def test_required_leaves_out_what_no_world_can_be_in() -> None:
 
 def test_every_situation_but_the_world_is_a_goal_that_some_world_can_reach() -> None:
     assert set(GOALS) == set(Situation) - {S.WORLD_THREE}
-    assert all(can_hold(goal, 2) for goal in GOALS)
+    assert all(can_hold(goal, 2) for goal in GOALS if goal is not S.ORDER_MATTERS)
+    assert [can_hold(S.ORDER_MATTERS, world) for world in (1, 2, 3, 4, 5)] == [False, False, True, True, True]
+    assert [can_hold(S.CANCELLATION, world) for world in (1, 2, 3)] == [False, True, True]
+    assert all(can_hold(goal, 1) for goal in (S.EXTREME_VALUE, S.NONFINITE_VALUE))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 from fractions import Fraction
 
@@ -166,3 +168,164 @@ def test_values_beyond_bf16_are_refused() -> None:
     assert np.isfinite(gradient(1, 0, 0, 0, 1000, Values(Domain.GENERAL, 255, 60, 60))).all()
     with pytest.raises(ValueError, match=r"exponent 61 and spread 60 leave bf16 \(at most 120\)"):
         gradient(1, 0, 0, 0, 1, Values(Domain.GENERAL, 255, 61, 60))
+
+
+# --- cancelling values
+
+
+@pytest.mark.parametrize("identity", [(7, 5, 3, 2), (2**63 - 1, 2**31, 2**31, 2**31), (0, 0, 0, 0), (3, 4, 1, 0)])
+def test_cancelling_values_are_those_of_the_published_generator(identity: tuple[int, int, int, int]) -> None:
+    """What is shared and who has which part of it is drawn for contributor 0, in streams 3 and 4."""
+    seed, contributor, step, parameter = identity
+    values = Values(Domain.GENERAL, max_k=200, exponent=-120, spread=9, cancel=True)
+    shared = [((r * 401) >> 16) - 200 for r in draws((0, step, parameter), (seed, 3), 41)]
+    roles = [(r * 3) >> 16 for r in draws((0, step, parameter), (seed, 4), 41)]
+    own = [((r * 401) >> 16) - 200 for r in draws((contributor, step, parameter), (seed, 0), 41)]
+    expected = [
+        (k * Fraction(2) ** -111, -k * Fraction(2) ** -111, small * Fraction(2) ** -120)[(role + contributor) % 3]
+        for k, role, small in zip(shared, roles, own, strict=True)
+    ]
+    found = gradient(seed, contributor, step, parameter, 41, values)
+    assert found.dtype == np.float32
+    assert [Fraction(float(x)) for x in found] == expected
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 11, 2**31 - 2])
+@pytest.mark.parametrize("exponent", [-133, -10, 60])
+def test_of_three_contributors_in_a_row_two_cancel_and_one_is_small(first: int, exponent: int) -> None:
+    """In every element, and each of the three takes each part somewhere."""
+    values = Values(Domain.GENERAL, 255, exponent, 30, cancel=True)
+    rows = [gradient(9, contributor, 2, 1, 3000, values) for contributor in range(first, first + 3)]
+    assert all(row.dtype == np.float32 and not np.signbit(row[row == 0]).any() for row in rows)
+    small_at = np.zeros((3, 3000), bool)
+    for index in range(3):
+        one, other = rows[(index + 1) % 3], rows[(index + 2) % 3]
+        cancels = one == -other
+        # The third is of the small kind; the large ones are multiples of 2**30 times its unit.
+        is_small = np.abs(rows[index]) <= 255 * 2.0**exponent
+        is_large = np.mod(np.ldexp(one.astype(np.float64), -exponent), 2.0**30) == 0
+        small_at[index] = cancels & is_small & is_large
+        assert 0.25 < small_at[index].mean() < 0.45
+    assert small_at.any(axis=0).all()
+
+
+def test_what_cancels_differs_between_steps_parameters_seeds_and_elements() -> None:
+    values = Values(Domain.GENERAL, 255, 0, 20, cancel=True)
+    rows = {
+        np.abs(gradient(seed, contributor, step, parameter, 64, values)).tobytes()
+        for seed in (1, 2)
+        for contributor in range(3)
+        for step in (0, 1)
+        for parameter in (0, 1)
+    }
+    assert len(rows) == 24
+    assert len(np.unique(np.abs(gradient(1, 0, 0, 0, 64, values)))) > 40
+
+
+# --- special values
+
+# By their definition, not by the module's table: bf16 has 8 exponent bits and 7 of the significand.
+LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+FINITE_SPECIALS = (LARGEST_BF16, -LARGEST_BF16, 2.0**-133, -(2.0**-133), -0.0, 2.0**-126)
+NONFINITE_SPECIALS = (math.inf, -math.inf, math.nan)
+
+
+def pattern(value: float) -> bytes:
+    """The bits; every nan is one."""
+    return b"nan" if math.isnan(value) else struct.pack("<f", value)
+
+
+def specials(*, special: int, nonfinite: bool = False, max_k: int = 255, cancel: bool = False) -> Values:
+    return Values(Domain.GENERAL, max_k, -7, 5, cancel=cancel, special=special, nonfinite=nonfinite)
+
+
+@pytest.mark.parametrize("special", [1, 4, 256, 1024])
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_every_special_value_appears_and_no_other(special: int, nonfinite: bool) -> None:
+    """About as often as each other; not finite only where that is asked for."""
+    plain = gradient(1, 2, 0, 3, 400_000, specials(special=0))
+    found = gradient(1, 2, 0, 3, 400_000, specials(special=special, nonfinite=nonfinite))
+    chosen = found[found.view(np.uint32) != plain.view(np.uint32)]
+    wanted = {pattern(value) for value in (*FINITE_SPECIALS, *(NONFINITE_SPECIALS if nonfinite else ()))}
+    count = dict.fromkeys(wanted, 0)
+    for value in chosen.tolist():
+        count[pattern(value)] += 1  # any other value is a KeyError
+    fair = chosen.size / len(wanted)
+    assert all(abs(seen - fair) < 6 * math.sqrt(fair) + 0.01 * fair for seen in count.values()), count
+    assert np.isfinite(found).all() == (not nonfinite)
+
+
+@pytest.mark.parametrize("special", [1, 16, 256, 1000, 1024])
+def test_special_values_are_as_frequent_as_asked_and_change_nothing_else(special: int) -> None:
+    plain = gradient(5, 1, 2, 3, 200_000, specials(special=0))
+    found = gradient(5, 1, 2, 3, 200_000, specials(special=special))
+    changed = (found.view(np.uint32) != plain.view(np.uint32)).mean()
+    rate = special / 1024
+    assert abs(changed - rate) <= 6 * math.sqrt(rate * (1 - rate) / 200_000)
+    assert special < 1024 or changed == 1
+    cancelling = gradient(5, 1, 2, 3, 200_000, specials(special=special, cancel=True))
+    base = gradient(5, 1, 2, 3, 200_000, specials(special=0, cancel=True))
+    places = found.view(np.uint32) != plain.view(np.uint32)
+    assert np.array_equal(cancelling[places], found[places])
+    assert np.array_equal(cancelling[~places].view(np.uint32), base[~places].view(np.uint32))
+
+
+@pytest.mark.parametrize("numel", [1, 2, 9, 64])
+def test_special_values_come_up_at_every_position(numel: int) -> None:
+    """The first and the last element too; each position has each of the values in some scenario."""
+    seen: list[set[bytes]] = [set() for _ in range(numel)]
+    for seed in range(1500 // numel + 200):
+        for contributor in range(3):
+            found = gradient(seed, contributor, 0, 0, numel, specials(special=512, nonfinite=True))
+            for position, value in enumerate(found.tolist()):
+                seen[position].add(pattern(value))
+    wanted = {pattern(value) for value in (*FINITE_SPECIALS, *NONFINITE_SPECIALS)}
+    assert all(wanted <= values for values in seen)
+
+
+@pytest.mark.parametrize("special", [4, 700])
+def test_the_places_of_special_values_are_those_of_the_published_generator(special: int) -> None:
+    """Stream 5; contributors, steps and parameters have places of their own."""
+    identity = (3, 2, 1)
+    found = gradient(8, *identity, 4000, specials(special=special))
+    plain = gradient(8, *identity, 4000, specials(special=0))
+    places = [place for place, r in enumerate(draws(identity, (8, 5), 4000)) if (r * 1024) >> 16 < special]
+    assert places
+    assert np.flatnonzero(found.view(np.uint32) != plain.view(np.uint32)).tolist() == places
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        specials(special=1024, nonfinite=True),
+        specials(special=300, nonfinite=True, cancel=True),
+        Values(Domain.GENERAL, 255, -133, 60, cancel=True),
+        Values(Domain.GENERAL, 255, 100, cancel=True),
+        Values(Domain.GENERAL, 255, 40, 60, cancel=True, special=64),
+    ],
+)
+def test_general_values_of_every_form_are_exact_in_bf16(values: Values) -> None:
+    found = gradient(1, 0, 0, 0, 10_000, values)
+    assert not (found.view(np.uint32) & 0xFFFF).any()
+    assert np.isfinite(found).all() == (not values.nonfinite)
+
+
+def test_a_long_parameter_with_special_and_cancelling_values_continues_a_short_one() -> None:
+    values = specials(special=100, nonfinite=True, cancel=True)
+    whole = gradient(1, 2, 3, 4, 100_003, values)
+    for numel in (0, 1, 5, 32767, 32769, 65537):
+        assert gradient(1, 2, 3, 4, numel, values).tobytes() == whole[:numel].tobytes()
+
+
+def test_values_without_the_newer_fields_are_drawn_as_ever() -> None:
+    """Saved cases replay: streams 0 and 1 alone make them, whatever the defaults of the newer fields are."""
+    for values in (Values(Domain.EXACT, 17, 3), Values(Domain.NORM_EXACT, 3, -5), Values(Domain.GENERAL, 255, -90, 60)):
+        for seed, contributor, step, parameter in ((1, 0, 0, 0), (2**62, 7, 4, 9)):
+            counter = (contributor, step, parameter)
+            n = 2 * values.max_k + 1
+            integers = [((r * n) >> 16) - values.max_k for r in draws(counter, (seed, 0), 30)]
+            offsets = [(r * (values.spread + 1)) >> 16 for r in draws(counter, (seed, 1), 30)]
+            expected = [math.ldexp(k, values.exponent + s) for k, s in zip(integers, offsets, strict=True)]
+            found = gradient(seed, *counter, 30, values)
+            assert found.tolist() == expected
+            assert not np.signbit(found[found == 0]).any()
