@@ -366,14 +366,18 @@ class Driver:
         return functools.cache(lambda index: contributions.interval(self.scenario, plan, index))
 
     def _over_ranks(self, differs: bool, over: bool, calls: int) -> tuple[bool, bool]:
-        """Whether any rank found a difference (or saw other calls than the rest), and whether it is over on any."""
+        """Whether any rank found a difference, and whether the search is over: on one, or since they saw other calls.
+
+        Ranks that saw other calls predict other orders, and would not even try equally many.
+        """
         if self.scenario.world == 1:
             return differs, over
         with self.context.collectives.paused():
             found = torch.tensor([int(differs), int(over), calls, -calls], device=self.device)
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         any_differs, any_over, most, least = found.tolist()
-        return bool(any_differs) or most != -least, bool(any_over)
+        same_calls = most == -least
+        return bool(any_differs) or not same_calls, bool(any_over) or not same_calls
 
     def _adopt(self, observed: Tensor) -> None:
         """Make what all ranks observed the reference's gradient. Collective; not in the log."""

@@ -217,7 +217,6 @@ def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
     decided = ~np.isfinite(special) & (np.isfinite(bound) | np.isnan(special))
     center[decided] = special[decided]
     bound[decided] = 0.0
-    bound[~np.isfinite(special) & ~decided] = np.inf
     return Interval(center, bound)
 
 

@@ -82,7 +82,7 @@ DOMAINS = (Domain.EXACT,) * 6 + (Domain.NORM_EXACT,) * 2 + (Domain.GENERAL,) * 4
 MAX_KS = (255, 255, 254, 240, 201, 181, 150, 128, 127, 113, 100, 31, 3, 1)
 FORMS = (Form.NORMAL,) * 3 + (Form.WIDE,) * 2 + (Form.CANCELLING,) * 2 + (Form.EXTREME,) * 2 + (Form.NONFINITE,)
 SPREADS = {
-    Form.NORMAL: (8, 3, 12, 16),
+    Form.NORMAL: (18, 8, 19, 14),
     Form.WIDE: (20, 40, 30, 60),
     Form.CANCELLING: (20, 12, 30, 40),
     Form.EXTREME: (8, 0, 60, 20),

@@ -113,7 +113,7 @@ class Situation(enum.Enum):
     WIDE_REDUCED_VALUE = "wide-reduced-value"
     # A reduced gradient that would have other bits if its ranks had been added in another order.
     ORDER_MATTERS = "order-matters"
-    # A reduced gradient below 2**-10 of its contributions' magnitudes: most of their digits cancel.
+    # A reduced gradient below 2**-10 of its ranks' sums' magnitudes: most of their digits cancel.
     CANCELLATION = "cancellation"
     # A contribution that is subnormal, or of the largest finite value.
     EXTREME_VALUE = "extreme-value"
