@@ -113,7 +113,7 @@ class Driver:
         scenario = self.scenario
         self.weights = self._compute_weights()
         # The reference is made first, so that what comes alive from here on is the subject's.
-        self.reference = UnshardedTrainer(self.weights.initial, scenario.optimizer, self.device)
+        self.reference = self._reference()
         self.memory = self._live_memory()
         with self._subject("__init__"):
             self.subject = self._another_subject(list(self.weights.parameters))
@@ -137,6 +137,9 @@ class Driver:
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)
+
+    def _reference(self) -> UnshardedTrainer:
+        return UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
 
     def _live_memory(self) -> LiveMemory | None:
         return LiveMemory() if self.capabilities.static_memory else None
@@ -251,7 +254,8 @@ class Driver:
         self._check_released(handed_over, "discard()")
         self._compare_weights("after discard()")
         self.record.enter(self.record.step, Stage.UPDATE)
-        self.optimizer.step()
+        with self._subject("master.grad"):
+            self.optimizer.step()
         if self.record.clean:
             # Nothing may be left: an optimizer step after a discard must not move anything.
             self._compare_state(Property.INTAKE, Property.INTAKE, "after a discard and an optimizer step, ")
