@@ -14,7 +14,7 @@ from harness.oracles.reference import UnshardedTrainer
 _DRIVER_PARTS = {
     "_compute_weights": GRADIENTS,
     "_hand_over": GRADIENTS,
-    "_set_reference_gradients": REFERENCE,
+    "_reduced": REFERENCE,
     **dict.fromkeys(
         (
             "_live_memory", "_partition", "_check_intake", "_check_released", "_compare_gradient", "_squared_norm",

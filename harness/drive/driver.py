@@ -115,8 +115,9 @@ class Driver:
         # The reference is made first, so that what comes alive from here on is the subject's.
         self.reference = self._reference()
         self.memory = self._live_memory()
+        build = self._constructor()
         with self._subject("__init__"):
-            self.subject = self._another_subject(list(self.weights.parameters))
+            self.subject = build(list(self.weights.parameters))
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
@@ -125,15 +126,15 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
-        self.summations = Summations(
-            scenario, self.shard, Prober(self.context, self._another_subject, scenario, self.shard)
-        )
+        self.summations = Summations(scenario, self.shard, Prober(self.context, build, scenario, self.shard))
         self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
         self._compare_padding("the initial master", self.master)
         self._compare_weights("after construction")
 
-    def _another_subject(self, parameters: list[torch.nn.Parameter]) -> Any:  # noqa: ANN401 (of the user's class)
-        return self.cls(parameters, self.rank, self.scenario.world, bucket=self.scenario.bucket, **self.args)
+    def _constructor(self) -> Callable[[list[torch.nn.Parameter]], Any]:
+        """What builds a subject. No method of this driver's: a cycle would keep it, and all it drives, alive."""
+        cls, rank, world, bucket, args = self.cls, self.rank, self.scenario.world, self.scenario.bucket, self.args
+        return lambda parameters: cls(parameters, rank, world, bucket=bucket, **args)
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)
