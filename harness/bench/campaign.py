@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from harness.bench.messages import (
     decode_timed,
     encode,
 )
+from harness.drawing import Drawer
 from harness.drive import trail
 from harness.drive.tasks import SubjectName
 from harness.ending import raise_if_interrupted
@@ -165,8 +166,8 @@ def run_bench(options: BenchOptions, say: Callable[[str], None], *, pool: RankPo
             say(f"starting ranks, world {', '.join(map(str, options.worlds))}")
             ranks.warm(options.worlds)
             for world in options.worlds:
-                per_world[world] = _Bench(options.subject, ranks, world).campaign(options, say)
-            bench = _Bench(options.subject, ranks, table_world)
+                per_world[world] = Bench(options.subject, ranks, world).campaign(options, say)
+            bench = Bench(options.subject, ranks, table_world)
             by_elements = [(numel, FIXED_BUCKETS) for numel in options.table_numels]
             by_buckets = [(FIXED_NUMEL, buckets) for buckets in options.table_buckets]
             for name, sizes in (("by_elements", by_elements), ("by_buckets", by_buckets)):
@@ -206,25 +207,43 @@ class Full(Struct, frozen=True):
     drawing: float
 
 
-class _Drawer:
-    """Draws the scenario after the one that runs, in a thread, as a campaign does."""
+class Drawing:
+    """Draws the scenarios of one world; to be closed."""
 
     def __init__(self, seed: int, world: int) -> None:
         self._seed, self._world = seed, world
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draw")
-        self.close = partial(self._thread.shutdown, cancel_futures=True)
+        self._drawer = Drawer()
+        self._seconds = 0.0
+        self._next: tuple[int, Future[Scenario]] | None = None
 
-    def begin(self, index: int) -> Callable[[], tuple[Scenario, float]]:
-        """Start drawing; what is returned waits for the scenario and says how many seconds it took."""
-        return self._thread.submit(self._draw, index).result
+    def scenario(self, index: int) -> Scenario:
+        """Scenario number ``index``: the one begun last, or drawn now."""
+        if self._next is None or self._next[0] != index:
+            return self._draw(index)
+        return self._next[1].result()
 
-    def _draw(self, index: int) -> tuple[Scenario, float]:
+    def begin(self, index: int) -> None:
+        """Start drawing scenario number ``index``."""
+        self._next = index, self._drawer.begin(self._draw, index)
+
+    def finish(self) -> float:
+        """Wait for it; the seconds that drawing it took."""
+        if self._next is not None:
+            self._next[1].result()
+        return self._seconds
+
+    def close(self) -> None:
+        """End the thread."""
+        self._drawer.close()
+
+    def _draw(self, index: int) -> Scenario:
         began = time.perf_counter()
         scenario = generate.draw(self._seed, index, (self._world,))
-        return scenario, time.perf_counter() - began
+        self._seconds = time.perf_counter() - began
+        return scenario
 
 
-class _Bench:
+class Bench:
     """Full and bare runs at one world."""
 
     def __init__(self, subject: SubjectSource, pool: RankPool, world: int) -> None:
@@ -238,51 +257,40 @@ class _Bench:
         full: list[list[Full]] = [[] for _ in range(options.examples)]
         bare: list[list[float]] = [[] for _ in range(options.examples)]
         empty: list[float] = []
-        with closing(_Drawer(options.seed, self._world)) as drawer:
-            scenario, _ = drawer.begin(0)()
-            if self.full(scenario) is not None:  # once for nothing: what is done once a process is done now
-                self.bare(scenario)
+        with closing(Drawing(options.seed, self._world)) as drawing:
+            if self.full(drawing.scenario(0)) is not None:  # what is done once a process is done now
+                self.bare(drawing.scenario(0))
             for number in range(options.rounds):
                 say(f"world {self._world}, round {number + 1} of {options.rounds}, {options.examples} scenarios")
-                scenario, _ = drawer.begin(0)()
                 for index in range(options.examples):
                     raise_if_interrupted()
-                    following, run = self._drawing(drawer, index, scenario)
-                    # In turn, so that neither always finds the caches as the other left them.
-                    bare_first = number % 2 == 1 and bool(full[index])
-                    if bare_first:
+                    scenario = drawing.scenario(index)
+                    bare_first = number % 2 == 1  # in turn: neither is always the one to find warm caches
+                    if bare_first and full[index]:
                         bare[index].append(self.bare(scenario))
-                    measured = run()
-                    if measured is not None:
-                        full[index].append(measured)
-                        if not bare_first:
-                            bare[index].append(self.bare(scenario))
-                        empty.append(self.empty())
-                    scenario = following()
-        measured_pairs = [(fulls, bares) for fulls, bares in zip(full, bare, strict=True) if fulls]
-        if not measured_pairs:
+                    measured = self._among_others(drawing, index, scenario)
+                    if measured is None:
+                        continue  # outside the subject's space, in every round
+                    full[index].append(measured)
+                    if not bare_first:
+                        bare[index].append(self.bare(scenario))
+                    empty.append(self.empty())
+        runs = [(fulls, bares) for fulls, bares in zip(full, bare, strict=True) if fulls]
+        if not runs:
             raise UndecidedError(f"world {self._world}: no scenario lies inside the subject's space")
-        return world_cost(measured_pairs, empty, discarded=options.examples - len(measured_pairs))
+        return world_cost(runs, empty, discarded=options.examples - len(runs))
 
-    def _drawing(
-        self, drawer: _Drawer, index: int, scenario: Scenario
-    ) -> tuple[Callable[[], Scenario], Callable[[], Full | None]]:
-        """``(the next scenario, a full run)``: the run draws the next scenario beside it and waits for it."""
-        drawn: list[Scenario] = []
-
-        def run() -> Full | None:
-            began = time.perf_counter()
-            wait = drawer.begin(index + 1)
-            measured = self.full(scenario)
-            judged = time.perf_counter()
-            following, drawing = wait()
-            ended = time.perf_counter()
-            drawn.append(following)
-            if measured is None:
-                return None
-            return Full(ended - began, {**measured.parts, "draw": ended - judged}, drawing)
-
-        return (lambda: drawn[0]), run
+    def _among_others(self, drawing: Drawing, index: int, scenario: Scenario) -> Full | None:
+        """A full run with the next scenario drawn beside it, as in a campaign."""
+        began = time.perf_counter()
+        drawing.begin(index + 1)
+        measured = self.full(scenario)
+        judged = time.perf_counter()
+        seconds = drawing.finish()
+        ended = time.perf_counter()
+        if measured is None:
+            return None
+        return Full(ended - began, {**measured.parts, "draw": ended - judged}, seconds)
 
     def full(self, scenario: Scenario) -> Full | None:
         """One full run without drawing; None when the subject says that the scenario is outside its space.
