@@ -20,6 +20,7 @@ VERBS = {
     "--report --json --timeout",
     "replay": "--subject --subject-arg --backend --json --timeout",
     "train": "--subject --subject-arg --world --steps --text --seed --json",
+    "bench": "--subject --subject-arg --world --examples --seed --json",
     "list": "--json",
 }
 
@@ -61,13 +62,14 @@ def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
         assert all(f"\n  {name}" in shown.stdout for name in names)
 
 
-@pytest.mark.parametrize("verb", ["verify", "replay", "train", "list"])
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "bench", "list"])
 def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
     """It would cost more than a second, and the parent must stay free of whatever torch starts."""
     modules = {
         "verify": "harness.runner, harness.subjects.source, harness.scenario.presets",
         "replay": "harness.runner, harness.scenario.codec",
         "train": "harness.train.campaign, harness.train.show",
+        "bench": "harness.bench.campaign, harness.bench.show",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
     }[verb]
     program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"

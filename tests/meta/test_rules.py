@@ -69,7 +69,10 @@ def test_checks_survive_python_o(path: Path) -> None:
     assert not [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
 
 
-@pytest.mark.parametrize("module", ["harness.cli", "harness.runner", "harness.launch.pool", "harness.train.campaign"])
+@pytest.mark.parametrize(
+    "module",
+    ["harness.cli", "harness.runner", "harness.launch.pool", "harness.train.campaign", "harness.bench.campaign"],
+)
 def test_the_waiting_process_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
