@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test-cpu train lint fmt clean
+.PHONY: help setup verify test-cpu train bench lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -35,6 +35,9 @@ verify: $(READY) ## verify ZeroMaster: 300 scenarios over worlds 1, 2, 3, 4, bit
 
 train: $(READY) ## train a small language model sharded and unsharded, side by side
 	$(RUN) harness train --world 2 --steps 60
+
+bench: $(READY) ## what a scenario costs, as a ratio to its own collectives and arithmetic run bare
+	$(RUN) harness bench
 
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)

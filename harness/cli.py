@@ -77,6 +77,12 @@ Exit codes:
   130  interrupted: the findings so far are written
 """
 
+BENCH_EXAMPLES = """\b
+Examples:
+  zero2-harness bench
+  zero2-harness bench --world 2,4 --examples 40 --json bench.json
+"""
+
 LIST_EXAMPLES = """\b
 Examples:
   zero2-harness list
@@ -403,6 +409,65 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
         with show.FindingsReport(out) as report:
             result = run_doctor(worlds, report)
         code = _deliver(output, result, result.exit_code)
+        show.print_result(out, result)
+        return code
+
+
+@cli.command(short_help="Measure what a scenario costs.", epilog=BENCH_EXAMPLES + "\n" + EXIT_CODES)
+@_subject_options
+@click.option(
+    "--world",
+    "worlds",
+    default="2,3,4",
+    show_default=True,
+    callback=inputs.worlds,
+    metavar="W[,W...]",
+    help="Numbers of ranks to measure at.",
+)
+@click.option(
+    "--examples",
+    type=int,
+    callback=inputs.whole(1),
+    default=60,
+    show_default=True,
+    metavar="N",
+    help="Scenarios at each world; each is run several times.",
+)
+@_seed_option
+@_json_option
+def bench(
+    *,
+    subject: str | None,
+    subject_args: tuple[str, ...],
+    worlds: tuple[int, ...],
+    examples: int,
+    seed: int | None,
+    json_path: str | None,
+) -> int:
+    """Measure what a scenario costs, as a ratio to its own calls run bare.
+
+    Bare: the same constructor, collects, reductions, norms, clips, optimizer steps, gathers and discards on the same
+    warm ranks, with gradients that lie ready and nothing observed; the longest of the ranks' times, begun together.
+    Full: the parent's time for one scenario of a campaign, from sending it until it is judged and the next one, drawn
+    beside it, is there; sending tasks is so part of full, not of bare. Not in it: the start of the ranks, and the runs
+    that a campaign repeats now and then. Full and bare runs take turns; of each scenario's runs the median counts.
+
+    A high ratio is no failure: the exit code says whether it could be measured.
+    """
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
+    from harness.bench import show
+    from harness.bench.campaign import BenchOptions, run_bench
+    from harness.subjects.source import parse
+
+    source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    options = BenchOptions(
+        subject=source, worlds=worlds, examples=examples, seed=inputs.random_seed() if seed is None else seed
+    )
+    with _streams(output) as (out, errors):
+        TextConsole(out).say(f"seed {options.seed}")
+        result = run_bench(options, TextConsole(errors).say)
+        code = _deliver(output, result, results.exit_code(result.verdict, interrupted=result.interrupted))
         show.print_result(out, result)
         return code
 

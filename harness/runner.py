@@ -11,7 +11,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
@@ -234,14 +235,14 @@ class _Drawn:
     def __init__(self, options: CampaignOptions) -> None:
         self.options = options
         self.total = options.examples
-        self._drawer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draw")
+        self._drawer = Drawer()
         self._next: tuple[int, Future[Scenario]] | None = None
 
     def scenario(self, index: int) -> Scenario:
         ahead, self._next = self._next, None
         scenario = self._draw(index) if ahead is None or ahead[0] != index else ahead[1].result()
         if index + 1 < self.total:
-            self._next = (index + 1, self._drawer.submit(self._draw, index + 1))
+            self._next = (index + 1, self._drawer.begin(self._draw, index + 1))
         return scenario
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
@@ -249,7 +250,7 @@ class _Drawn:
         generate.shrink(self.options.seed, index, self.options.worlds, fails, bucket=self.options.bucket)
 
     def close(self) -> None:
-        self._drawer.shutdown(cancel_futures=True)
+        self._drawer.close()
 
     def _draw(self, index: int) -> Scenario:
         return generate.draw(self.options.seed, index, self.options.worlds, bucket=self.options.bucket)

@@ -112,10 +112,11 @@ class Driver:
         scenario = self.scenario
         self.weights = self._compute_weights()
         # The reference is made first, so that what comes alive from here on is the subject's.
-        self.reference = UnshardedTrainer(self.weights.initial, scenario.optimizer, self.device)
+        self.reference = self._reference()
         self.memory = self._live_memory()
+        build = self._constructor()
         with self._subject("__init__"):
-            self.subject = self._another_subject(list(self.weights.parameters))
+            self.subject = build(list(self.weights.parameters))
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
@@ -124,18 +125,21 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
-        self.summations = Summations(
-            scenario, self.shard, Prober(self.context, self._another_subject, scenario, self.shard)
-        )
+        self.summations = Summations(scenario, self.shard, Prober(self.context, build, scenario, self.shard))
         self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
         self._compare_padding("the initial master", self.master)
         self._compare_weights("after construction")
 
-    def _another_subject(self, parameters: list[torch.nn.Parameter]) -> Any:  # noqa: ANN401 (of the user's class)
-        return self.cls(parameters, self.rank, self.scenario.world, bucket=self.scenario.bucket, **self.args)
+    def _constructor(self) -> Callable[[list[torch.nn.Parameter]], Any]:
+        """What builds a subject. No method of this driver's: a cycle would keep it, and all it drives, alive."""
+        cls, rank, world, bucket, args = self.cls, self.rank, self.scenario.world, self.scenario.bucket, self.args
+        return lambda parameters: cls(parameters, rank, world, bucket=bucket, **args)
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)
+
+    def _reference(self) -> UnshardedTrainer:
+        return UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
 
     def _live_memory(self) -> LiveMemory | None:
         return LiveMemory() if self.capabilities.static_memory else None
@@ -251,7 +255,8 @@ class Driver:
         self._check_released(handed_over, "discard()")
         self._compare_weights("after discard()")
         self.record.enter(self.record.step, Stage.UPDATE)
-        self.optimizer.step()
+        with self._subject("master.grad"):
+            self.optimizer.step()
         if self.record.clean:
             # Nothing may be left: an optimizer step after a discard must not move anything.
             self._compare_state(Property.INTAKE, Property.INTAKE, "after a discard and an optimizer step, ")
@@ -474,9 +479,8 @@ class Driver:
         with self._subject("gather_params"):
             self.subject.gather_params()
         self.reference.gather()
-        self._check_storage()
-        self.record.weights(digest(self.weights.parameters))
         self._compare_weights("after gather_params()")
+        self.record.weights(digest(self.weights.parameters))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -556,9 +560,15 @@ class Driver:
 
     def _require_shard(self, prop: Property, what: str, shard: Tensor) -> None:
         """A vector of the subject's must be readable as one before it can be compared."""
-        found = f"{shard.layout} {shard.dtype} {list(shard.shape)} on {shard.device}".replace("torch.", "")
-        wanted = f"strided float32 [{self.shard.partition.shard_len}] on {self.device}"
-        if found != wanted:
+        whole = (self.shard.partition.shard_len,)
+        if (
+            shard.dtype != torch.float32
+            or shard.shape != whole
+            or shard.layout != torch.strided
+            or shard.device != self.device
+        ):
+            found = f"{shard.layout} {shard.dtype} {list(shard.shape)} on {shard.device}".replace("torch.", "")
+            wanted = f"strided float32 {list(whole)} on {self.device}"
             self.record.diverge(prop, f"{what} is {found}, expected {wanted}")
             raise CannotGoOnError
         last = shard.storage_offset() + (shard.numel() - 1) * shard.stride(0)
@@ -570,6 +580,9 @@ class Driver:
         """The compute weights are the unsharded trainer's at all times: only a gather may change them."""
         self._check_storage()
         if not self.record.clean:
+            return
+        if self.weights.are(self.reference.weights):
+            self.record.checked(Property.WEIGHTS, self.scenario.numel)
             return
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
         self.record.checked(Property.WEIGHTS, difference.compared)

@@ -19,26 +19,38 @@ from harness.verdict import RankStatus
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
+class LoadedSubjects:
+    """The subjects' classes in this rank, each imported once."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type] = {}
+
+    def load(self, subject: SubjectName) -> Callable[..., Any]:
+        """The class, checked; raises :class:`harness.subjects.load.SubjectError`."""
+        if subject.path not in self._classes:
+            self._classes[subject.path] = load_class(subject.path, subject.args)
+        return self._classes[subject.path]
+
+    def check(self, subject: SubjectName) -> SubjectCheck:
+        """Whether the class can be driven."""
+        try:
+            self.load(subject)
+        except SubjectError as error:
+            return SubjectCheck(str(error))
+        return SubjectCheck(None)
+
+
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
     trail = Trail(context.directory, context.world, context.rank)
-    loaded: dict[str, type] = {}
-
-    def load(subject: SubjectName) -> Callable[..., Any]:
-        if subject.path not in loaded:
-            loaded[subject.path] = load_class(subject.path, subject.args)
-        return loaded[subject.path]
+    subjects = LoadedSubjects()
 
     def answer(message: bytes) -> bytes:
         task = decode_task(message)
         if isinstance(task, CheckSubject):
-            try:
-                load(task.subject)
-            except SubjectError as error:
-                return encode(SubjectCheck(str(error)))
-            return encode(SubjectCheck(None))
+            return encode(subjects.check(task.subject))
         subject = task.subject
-        cls = load(subject)
+        cls = subjects.load(subject)
         verdict = Driver(context, cls, subject.args, capabilities(subject.path), task.scenario, trail).run()
         payload = encode(verdict)
         if verdict.status is RankStatus.DONE:

@@ -22,8 +22,9 @@ class HandedOver:
 
     def add(self, gradient: Tensor) -> None:
         """Watch a gradient's storage, if it has any bytes."""
-        if gradient.untyped_storage().nbytes():
-            self._storages.append(StorageWeakRef(gradient.untyped_storage()))  # type: ignore[no-untyped-call]
+        storage = gradient.untyped_storage()
+        if storage.nbytes():
+            self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._storages)

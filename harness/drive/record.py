@@ -39,7 +39,7 @@ class Record:
         self._context = context
         self._scenario = scenario
         self._trail = trail
-        self._checks: dict[str, int] = {}
+        self._checks: dict[Property, int] = {}
         self._oracle: dict[str, int] = {}
         self._situations: set[str] = set()
         self._norms: list[NormObservation] = []
@@ -85,7 +85,7 @@ class Record:
     def checked(self, prop: Property, compared: int = 1) -> None:
         """A property was held against ``compared`` values; against none is no check."""
         if compared:
-            self._checks[prop.value] = self._checks.get(prop.value, 0) + 1
+            self._checks[prop] = self._checks.get(prop, 0) + 1
 
     def judged(self, rule: Oracle) -> None:
         """Count by which rule something was judged."""
@@ -114,7 +114,7 @@ class Record:
             rank=self._context.rank,
             status=status,
             divergence=self.divergence,
-            checks=self._checks,
+            checks={prop.value: count for prop, count in self._checks.items()},
             oracle=self._oracle,
             situations=tuple(sorted(self._situations)),
             norms=tuple(self._norms),

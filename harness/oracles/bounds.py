@@ -86,6 +86,8 @@ def squared_norm(chunks: Sequence[NDArray[np.float32]]) -> SquaredNorm:
     ``gamma_17(2**-53)`` (all terms are non-negative). Sums that need no rounding come out exact either way.
     """
     num_elements = sum(chunk.size for chunk in chunks)
+    if num_elements <= _FSUM_MAX and len(chunks) > 1:  # the sum is exact before it is rounded, however it is cut
+        chunks = [np.concatenate([chunk.reshape(-1) for chunk in chunks])]
     sums: list[float] = []
     for chunk in chunks:
         flat = chunk.reshape(-1)

@@ -6,8 +6,9 @@ payload a conversion leaves depends on the build), and, where the caller says so
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from torch import Tensor
 
 # Elements looked at in one go: the temporaries of a comparison stay near 10 MiB whatever its size.
 _CHUNK = 2**20
+
+FEW = 2**14
+"""Up to this many elements :func:`raw` is the quick way to look at a tensor: a call of torch's takes longer."""
 
 
 class _Format(NamedTuple):
@@ -94,6 +98,21 @@ def compare_bits(expected: Tensor, actual: Tensor, *, signed_zeros: bool) -> Com
     return Comparison(numel, _find(layout, expected_bits.reshape(-1), actual_bits.reshape(-1), signed_zeros, expected))
 
 
+def raw(tensor: Tensor, start: int, length: int) -> bytes:
+    """A copy of the bytes of some elements of a :func:`dense` tensor, which must have them.
+
+    Not through numpy: a tensor whose memory numpy has seen cannot be resized any more, and what a subject does with its
+    tensors must not depend on having been looked at.
+    """
+    size = tensor.element_size()
+    return ctypes.string_at(tensor.data_ptr() + size * start, size * length)
+
+
+def dense(tensor: Tensor, numel: int) -> bool:
+    """Whether :func:`raw` can read it: ``numel`` elements in row-major order, in the processor's memory."""
+    return tensor.is_cpu and tensor.numel() == numel and tensor.is_contiguous()
+
+
 def _find(
     layout: _Format, expected_bits: Tensor, actual_bits: Tensor, signed_zeros: bool, like: Tensor
 ) -> Mismatch | None:
@@ -150,19 +169,46 @@ def digest(tensors: Iterable[Tensor]) -> str:
     Sizes and dtypes enter too, shapes do not. Equal digests mean equal bits; signed zeros count as different.
     """
     state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        layout = _FORMATS.get(tensor.dtype)
-        if layout is None:
-            raise TypeError(f"cannot digest {tensor.dtype}: supported are {', '.join(map(str, _FORMATS))}")
-        state.update(b"%s %d;" % (layout.tag, tensor.numel()))
-        flat = tensor.detach().reshape(-1).view(layout.integer)
-        for start in range(0, flat.numel(), _CHUNK):
-            bits: np.ndarray[tuple[int], np.dtype[np.signedinteger]] = flat[start : start + _CHUNK].cpu().numpy()
+    for run in _runs(tensors):
+        layout = _FORMATS[run[0].dtype]
+        for tensor in run:
+            state.update(b"%s %d;" % (layout.tag, tensor.numel()))
+        for bits in _integers(run, layout):
             magnitude = bits & layout.magnitude
-            if magnitude.max() > layout.infinity:
+            if magnitude.size and magnitude.max() > layout.infinity:
                 bits = np.where(magnitude > layout.infinity, bits.dtype.type(layout.quiet_nan), bits)
             state.update(bits)  # type: ignore[arg-type]
     return state.hexdigest()
+
+
+_Integers = np.ndarray[tuple[int], np.dtype[np.signedinteger]]
+
+
+def _integers(run: Sequence[Tensor], layout: _Format) -> Iterator[_Integers]:
+    """The bits of some tensors of one dtype, end to end, a chunk at a time."""
+    if sum(tensor.numel() for tensor in run) <= FEW and all(dense(tensor, tensor.numel()) for tensor in run):
+        yield np.frombuffer(b"".join(raw(tensor, 0, tensor.numel()) for tensor in run), f"i{layout.width // 8}")
+        return
+    for tensor in run:
+        flat = tensor.detach().contiguous().view(-1).view(layout.integer)
+        for start in range(0, flat.numel(), _CHUNK):
+            yield flat[start : start + _CHUNK].cpu().numpy()
+
+
+def _runs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, looked at together while they are small."""
+    run: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.dtype not in _FORMATS:
+            raise TypeError(f"cannot digest {tensor.dtype}: supported are {', '.join(map(str, _FORMATS))}")
+        if run and (run[0].dtype != tensor.dtype or size + tensor.numel() > FEW):
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.numel()
+    if run:
+        yield run
 
 
 def _describe(tensor: Tensor) -> str:

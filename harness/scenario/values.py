@@ -29,6 +29,7 @@ Float32Array = npt.NDArray[np.float32]
 
 _INTEGERS, _EXPONENTS, _WEIGHTS, _SHARED, _ROLES, _SPECIALS = range(6)
 _CHUNK = 2**15  # elements: the temporaries of one chunk stay in a CPU's second-level cache
+_REMEMBERED = 2**12  # elements up to which a gradient is kept for a while: copying is a tenth of drawing
 _MAX_EXPONENT = 120  # 255 * 2**120 is the largest finite bf16
 
 # Initial weights are k * 2**-shift with |k| <= limit: as many bits as the dtype keeps (bf16 8, fp16 11; of fp32's 24
@@ -112,6 +113,12 @@ def gradient(seed: int, contributor: int, step: int, parameter: int, numel: int,
     """
     if values.exponent + values.spread > _MAX_EXPONENT:
         raise ValueError(f"exponent {values.exponent} and spread {values.spread} leave bf16 (at most {_MAX_EXPONENT})")
+    if numel > _REMEMBERED:
+        return _gradient(seed, contributor, step, parameter, numel, values)
+    return _remembered(seed, contributor, step, parameter, numel, values).copy()
+
+
+def _gradient(seed: int, contributor: int, step: int, parameter: int, numel: int, values: Values) -> Float32Array:
     counter = (contributor, step, parameter)
     if values.cancel:
         out = _cancelling(seed, counter, numel, values)
@@ -126,6 +133,10 @@ def gradient(seed: int, contributor: int, step: int, parameter: int, numel: int,
     if values.special:
         _insert_specials(out, seed, counter, values)
     return out
+
+
+# A rank hands over its own gradient and later adds up everybody's, in the general domain in several orders.
+_remembered = functools.lru_cache(maxsize=256)(_gradient)
 
 
 def _cancelling(seed: int, counter: tuple[int, int, int], numel: int, values: Values) -> Float32Array:

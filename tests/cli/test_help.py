@@ -21,6 +21,7 @@ VERBS = {
     "replay": "--subject --subject-arg --backend --json --timeout",
     "train": "--subject --subject-arg --world --steps --text --seed --json",
     "doctor": "--world --backend --json",
+    "bench": "--subject --subject-arg --world --examples --seed --json",
     "list": "--json",
 }
 
@@ -62,7 +63,7 @@ def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
         assert all(f"\n  {name}" in shown.stdout for name in names)
 
 
-@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "list"])
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "list"])
 def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
     """It would cost more than a second, and the parent must stay free of whatever torch starts."""
     modules = {
@@ -70,6 +71,7 @@ def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
         "replay": "harness.runner, harness.scenario.codec",
         "train": "harness.train.campaign, harness.train.show",
         "doctor": "harness.doctor.examination, harness.doctor.show",
+        "bench": "harness.bench.campaign, harness.bench.show",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
     }[verb]
     program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"

@@ -71,7 +71,14 @@ def test_checks_survive_python_o(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["harness.cli", "harness.runner", "harness.launch.pool", "harness.train.campaign", "harness.doctor.examination"],
+    [
+        "harness.cli",
+        "harness.runner",
+        "harness.launch.pool",
+        "harness.train.campaign",
+        "harness.doctor.examination",
+        "harness.bench.campaign",
+    ],
 )
 def test_the_waiting_process_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

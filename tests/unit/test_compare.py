@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 
 import numpy as np
@@ -215,6 +216,19 @@ def test_digest_of_a_view_is_that_of_its_copy() -> None:
     assert digest([matrix.t()]) == digest([matrix.t().contiguous()])
     assert digest([matrix.t()]) != digest([matrix])
     assert digest([torch.empty(0)]) != digest([])
+
+
+@pytest.mark.parametrize("few", [0, 4, 2**14])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_digest_is_the_same_however_the_tensors_are_read(
+    dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "FEW", few)
+    tensors = [torch.tensor([1.0, math.nan, -0.0]), torch.empty(0), torch.ones(2, 2)]
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    strided = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in tensors]
+
+    assert digest(strided) == digest(tensors)
 
 
 def test_digest_refuses_what_has_no_float_bits() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.drive import parameters
 from harness.drive.memory import LiveMemory
 from harness.drive.parameters import DTYPES, ComputeWeights
 from harness.scenario import values
@@ -23,6 +24,12 @@ PARAMETERS = (
     Parameter("vector", (4,)),
 )
 GUARD = 32  # elements beside each parameter that must be watched
+
+
+@pytest.fixture(params=[2**14, 0], ids=["few", "many"], autouse=True)
+def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How few elements are looked at as bytes: nothing but time may depend on it."""
+    monkeypatch.setattr(parameters, "FEW", request.param)
 
 
 def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) -> ComputeWeights:
@@ -217,3 +224,32 @@ def test_a_moved_storage_is_told_before_what_was_written() -> None:
 
     assert problem is not None
     assert problem[0] == 4
+
+
+# --- are they what they should be? ------------------------------------------------------------------------------------
+
+
+def test_weights_are_what_has_their_bytes_in_every_element_or_need_a_closer_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("harness.drive.parameters.FEW", 2**14)
+    weights = weights_of()
+    wanted = [initial.clone() for initial in weights.initial]
+    assert weights.are(wanted)
+
+    for parameter in weights.parameters:
+        flat = parameter.detach().view(-1)
+        for element in range(flat.numel()):
+            before = flat[element].clone()
+            flat[element] = -before
+            assert not weights.are(wanted)
+            flat[element] = before
+    assert weights.are(wanted)
+    assert not weights.are([tensor.to(torch.float64) for tensor in wanted])
+
+
+def test_many_weights_always_need_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.drive.parameters.FEW", 0)
+    weights = weights_of()
+
+    assert not weights.are(weights.initial)

@@ -5,6 +5,8 @@ One rank needs no process group, so the whole driver runs here, without other pr
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +55,21 @@ def test_a_right_class_holds(tmp_path: Path) -> None:
     assert (verdict.status, verdict.divergence) == (RankStatus.DONE, None)
     for checked in ("weights", "master", "moments", "gradient", "norm", "clip", "spill", "intake", "storage"):
         assert verdict.checks[checked] > 0
+
+
+def test_a_driver_and_what_it_drove_end_with_the_scenario(tmp_path: Path) -> None:
+    """Not with the next collection of garbage: on a long list that would be twice the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        context = RankContext(0, 1, "gloo", "cpu", tmp_path, CollectiveLog(), lambda event: None)
+        driver = Driver(context, PlainZero, {}, CLASS_SUBJECT, SCENARIO, Trail(tmp_path, 1, 0))
+        driver.run()
+        left = [weakref.ref(driver), weakref.ref(driver.subject), weakref.ref(driver.reference)]
+        del driver
+        assert [reference() for reference in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class TakesTheListApart(PlainZero):

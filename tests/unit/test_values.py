@@ -148,6 +148,14 @@ def test_wide_weights_do_not_fit_the_narrower_dtypes() -> None:
     assert (wide.astype(np.float16).astype(np.float32) != wide).any()
 
 
+def test_a_gradient_that_was_drawn_before_is_the_callers_own() -> None:
+    first = gradient(1, 2, 3, 4, 10, Values(Domain.EXACT, 255, 0))
+    before = first.copy()
+    first += 1
+
+    assert np.array_equal(gradient(1, 2, 3, 4, 10, Values(Domain.EXACT, 255, 0)), before)
+
+
 def test_threads_do_not_disturb_each_other() -> None:
     values = Values(Domain.EXACT, 255, 0)
     expected = [gradient(1, rank, 0, 0, 200_000, values).tobytes() for rank in range(4)]

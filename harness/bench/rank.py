@@ -1,0 +1,127 @@
+"""What a rank of a bench runs: scenarios as a campaign drives them, with a clock, and their calls alone."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.bench.clock import Clock, TimedDriver
+from harness.bench.messages import BareReport, DoNothing, RunBare, TimedVerdict, decode_task, encode
+from harness.drive.driver import clip_coefficient
+from harness.drive.handler import LoadedSubjects
+from harness.drive.parameters import ComputeWeights
+from harness.drive.tasks import CheckSubject
+from harness.drive.trail import Trail
+from harness.errors import sendable
+from harness.launch.rank import RankBroken, RankContext
+from harness.oracles import contributions
+from harness.oracles.reference import build_adamw
+from harness.scenario.model import Scenario, StepPlan, steps
+from harness.subjects.load import capabilities
+from harness.verdict import RankStatus
+
+
+def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
+    trail = Trail(context.directory, context.world, context.rank)
+    subjects = LoadedSubjects()
+
+    def answer(message: bytes) -> bytes:
+        clock = Clock()
+        task = decode_task(message)
+        if isinstance(task, DoNothing):
+            return b""
+        if isinstance(task, CheckSubject):
+            return encode(subjects.check(task.subject))
+        cls, args = subjects.load(task.subject), task.subject.args
+        if isinstance(task, RunBare):
+            report = run_bare(context, cls, args, task.scenario)
+            if report.problem is not None:
+                raise RankBroken(encode(report))
+            return encode(report)
+        driver = TimedDriver(context, cls, args, capabilities(task.subject.path), task.scenario, trail)
+        driver.clock = clock
+        verdict = driver.run()
+        payload = encode(
+            TimedVerdict(**{name: getattr(verdict, name) for name in verdict.__struct_fields__}, parts=clock.read())
+        )
+        if verdict.status is RankStatus.DONE:
+            return payload
+        raise RankBroken(payload, reusable=not context.collectives.entries)
+
+    return answer
+
+
+def run_bare(context: RankContext, cls: Callable[..., Any], args: dict[str, Any], scenario: Scenario) -> BareReport:
+    """Make the calls of a scenario, with gradients that lie ready, and look at nothing. Collective."""
+    device = torch.device(context.device)
+    weights = ComputeWeights(scenario, device)
+    plans = list(steps(scenario))
+    gradients = [_gradients(scenario, plan, context.rank, weights) for plan in plans]
+    context.collectives.mirror = None
+    with context.collectives.paused():
+        dist.all_reduce(torch.zeros(1, device=device))  # from here on no rank waits for another's gradients
+    began = time.perf_counter()
+    try:
+        _drive(context, cls, args, scenario, weights, plans, gradients)
+    except BaseException as error:  # noqa: BLE001  (the subject's, whatever it is)
+        return BareReport(problem=sendable("".join(traceback.format_exception(error))))
+    seconds = time.perf_counter() - began
+    called = tuple((entry.kind, entry.length) for entry in context.collectives.entries)
+    return BareReport(seconds=seconds, collectives=called)
+
+
+Gradients = list[list[Tensor | None]]  # of each part, of each parameter
+
+
+def _gradients(scenario: Scenario, plan: StepPlan, rank: int, weights: ComputeWeights) -> Gradients:
+    ready: Gradients = []
+    for number in range(len(plan.parts)):
+        part: list[Tensor | None] = []
+        for index, parameter in enumerate(weights.parameters):
+            values = contributions.contribution(scenario, plan, rank, number, index)
+            part.append(
+                None
+                if values is None
+                else torch.from_numpy(values).to(device=parameter.device, dtype=parameter.dtype).view(parameter.shape)
+            )
+        ready.append(part)
+    return ready
+
+
+def _drive(
+    context: RankContext,
+    cls: Callable[..., Any],
+    args: dict[str, Any],
+    scenario: Scenario,
+    weights: ComputeWeights,
+    plans: list[StepPlan],
+    gradients: list[Gradients],
+) -> None:
+    """The order of calls is that of :class:`harness.drive.driver.Driver`."""
+    subject = cls(list(weights.parameters), context.rank, scenario.world, bucket=scenario.bucket, **args)
+    optimizer = build_adamw([subject.master], scenario.optimizer)
+    for plan, ready in zip(plans, gradients, strict=True):
+        for part in plan.parts:
+            for parameter, gradient in zip(weights.parameters, ready.pop(0), strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient
+            del gradient  # the subject's alone, as after a backward pass
+            subject.collect(part.more)
+        if plan.discard:
+            subject.discard()
+            optimizer.step()
+            continue
+        subject.reduce_scatter()
+        squared = float(subject.grad_sq_norm())
+        if plan.clip is not None:
+            subject.master.grad.mul_(clip_coefficient(squared, plan.clip.max_norm))
+            float(subject.grad_sq_norm())
+        optimizer.step()
+        subject.gather_params()
