@@ -109,8 +109,10 @@ def raw(tensor: Tensor, start: int, length: int) -> bytes:
 
 
 def dense(tensor: Tensor, numel: int) -> bool:
-    """Whether :func:`raw` can read it: ``numel`` elements in row-major order, in the processor's memory."""
-    return tensor.is_cpu and tensor.numel() == numel and tensor.is_contiguous()
+    """Whether :func:`raw` can read it: ``numel`` elements in row-major order, in memory that was not freed."""
+    if not (tensor.is_cpu and tensor.numel() == numel and tensor.is_contiguous()):
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.element_size() * (tensor.storage_offset() + numel)
 
 
 def _find(
