@@ -420,7 +420,8 @@ class Driver:
             if not isinstance(returned, Tensor) or returned.numel() != 1 or returned.dtype not in NORM_DTYPES:
                 shown = f"{returned.dtype}{list(returned.shape)}" if isinstance(returned, Tensor) else type(returned)
                 raise TypeError(f"the squared norm must be a floating tensor of one element, it is {shown}")
-            observed, bits = float(returned), bits_of(returned)
+            observed = float(returned.detach())
+            bits = bits_of(observed, returned.dtype)
         self.record.norm(call, bits)
         if self.record.clean:
             exact = self.reference.squared_norm()
@@ -442,7 +443,7 @@ class Driver:
                     f"relative error {judged.error:.3g}, bound {judged.bound:.3g} ({judged.oracle.value})",
                     expected=exact.value,
                     actual=observed,
-                    expected_bits=bits_of(torch.tensor(exact.value, dtype=returned.dtype)),
+                    expected_bits=bits_of(float(torch.tensor(exact.value, dtype=returned.dtype)), returned.dtype),
                     actual_bits=bits,
                 )
         return observed
@@ -479,6 +480,7 @@ class Driver:
         with self._subject("gather_params"):
             self.subject.gather_params()
         self.reference.gather()
+        self.weights.expect(self.reference.weights)
         self._compare_weights("after gather_params()")
         self.record.weights(digest(self.weights.parameters))
 
@@ -581,7 +583,7 @@ class Driver:
         self._check_storage()
         if not self.record.clean:
             return
-        if self.weights.are(self.reference.weights):
+        if self.weights.as_expected:
             self.record.checked(Property.WEIGHTS, self.scenario.numel)
             return
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)

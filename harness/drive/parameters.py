@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,9 @@ class ComputeWeights:
     Attributes:
         parameters: one ``nn.Parameter`` per scenario parameter: contiguous, its own dtype, initial weights.
         initial: the same weights as detached copies, for the reference.
+        as_expected: the last look at them (:meth:`problem`) found all weights with the very bytes that :meth:`expect`
+            was given, or that they started with, so that they need no closer look. Also False where there are many
+            elements: looking in this way would be no quicker.
     """
 
     def __init__(self, scenario: Scenario, device: torch.device) -> None:
@@ -43,10 +48,13 @@ class ComputeWeights:
         self._forms = [_form(weights) for weights in self.initial]
         self._guards = [guard for storage in self._storages for guard in (storage[:_GUARD], storage[-_GUARD:])]
         self._guards.append(self._frozen)
+        self._edges = {storage.dtype: raw(storage, 0, _GUARD) for storage in self._storages}
         self._few = device.type == "cpu" and scenario.numel <= FEW
-        # Each guard's bytes, for a look at them without calls of torch's.
-        self._edges = [raw(storage, 0, _GUARD) for storage in self._storages] if self._few else []
-        self._untouched = raw(self._frozen, 0, self._frozen.numel()) if self._few else b""
+        # Where everything lies and which bytes are expected there, for a look at it without calls of torch's.
+        watched = [*self._storages, self._frozen] if self._few else []
+        self._places = [(tensor.data_ptr(), tensor.nbytes) for tensor in watched]
+        self._expected = self._bytes()
+        self.as_expected = False
 
     def problem(self) -> tuple[int | None, str] | None:
         """``(parameter index, what is wrong)`` when storage moved or something outside the weights was written."""
@@ -60,7 +68,8 @@ class ComputeWeights:
             now = _form(parameter)
             if now != form:
                 return index, f"the parameter became {now[0]}{list(now[1])} with strides {now[2]}"
-        if self._few and self._edges_are_whole():
+        self.as_expected = self._few and self._bytes() == self._expected
+        if self.as_expected:
             return None
         if not bool((torch.cat(self._guards) == _GUARD_VALUE).all()):
             for number, guard in enumerate(self._guards[:-1]):
@@ -69,24 +78,22 @@ class ComputeWeights:
             return None, "a frozen parameter that was never handed over was written"
         return None
 
-    def _edges_are_whole(self) -> bool:
-        for storage, edge in zip(self._storages, self._edges, strict=True):
-            now = raw(storage, 0, storage.numel())
-            if not (now.startswith(edge) and now.endswith(edge)):
-                return False
-        return raw(self._frozen, 0, self._frozen.numel()) == self._untouched
+    def expect(self, weights: Sequence[Tensor]) -> None:
+        """From now on the weights should have the bytes of ``weights``, one tensor a parameter."""
+        if not self._few:
+            return
+        pieces = []
+        for number, (storage, wanted) in enumerate(zip(self._storages, weights, strict=True)):
+            numel = storage.numel() - 2 * _GUARD
+            if wanted.dtype != storage.dtype or not dense(wanted, numel):
+                raise ValueError(f"weight {number} is not a dense tensor of {storage.dtype} and {numel} elements")
+            edge = self._edges[storage.dtype]
+            pieces += [edge, raw(wanted, 0, numel), edge]
+        self._expected = b"".join([*pieces, self._expected[-self._frozen.nbytes :]])
 
-    def are(self, expected: Sequence[Tensor]) -> bool:
-        """Whether the weights have the bytes of ``expected``, one tensor a parameter, and need no closer look.
-
-        To be asked while :meth:`problem` finds none. Also False where this way of looking would be no quicker.
-        """
-        return self._few and all(
-            dense(wanted, numel := parameter.numel())
-            and wanted.dtype == parameter.dtype
-            and raw(wanted, 0, numel) == raw(parameter, 0, numel)
-            for wanted, parameter in zip(expected, self.parameters, strict=True)
-        )
+    def _bytes(self) -> bytes:
+        """All parameters with their guards, and the frozen one."""
+        return b"".join([ctypes.string_at(address, size) for address, size in self._places])
 
     def tensors(self) -> Sequence[Tensor]:
         """Everything this object keeps alive."""
@@ -99,10 +106,9 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]
 
 def _guarded(parameter: Parameter, seed: int, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """``(whole storage, the weights inside it)``."""
-    dtype = DTYPES[parameter.dtype]
     numel = parameter.numel
-    storage = torch.full((numel + 2 * _GUARD,), _GUARD_VALUE, dtype=dtype, device=device)
-    weights = storage[_GUARD : _GUARD + numel]
-    if numel:
-        weights.copy_(torch.from_numpy(values.initial_weight(seed, index, numel, parameter.dtype)))
-    return storage, weights.view(parameter.shape)
+    whole = np.full(numel + 2 * _GUARD, _GUARD_VALUE, np.float32)
+    whole[_GUARD : _GUARD + numel] = values.initial_weight(seed, index, numel, parameter.dtype)
+    # A copy: torch will not resize a storage that numpy made, and a subject may do with its weights what it likes.
+    storage = torch.from_numpy(whole).to(device=device, dtype=DTYPES[parameter.dtype], copy=True)
+    return storage, storage[_GUARD : _GUARD + numel].view(parameter.shape)

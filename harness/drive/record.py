@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import Any
 
 import torch
@@ -125,14 +127,12 @@ class Record:
 
 
 NORM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CODES = {torch.float64: ">d", torch.float32: ">f", torch.bfloat16: ">f", torch.float16: ">e"}
 
 
-def bits_of(scalar: torch.Tensor) -> str:
-    """The bits of a one-element floating tensor in hex; every nan is ``"nan"``."""
-    scalar = scalar.detach().cpu().to_dense()
-    if bool(scalar.isnan().any()):
+def bits_of(value: float, dtype: torch.dtype) -> str:
+    """The bits of a value that ``dtype``, one of :data:`NORM_DTYPES`, holds exactly, in hex; every nan is ``"nan"``."""
+    if math.isnan(value):
         return "nan"
-    size = scalar.element_size()
-    raw = int(scalar.reshape(1).view(_INTEGERS[size])) % (1 << 8 * size)
-    return f"0x{raw:0{2 * size}x}"
+    packed = struct.pack(_CODES[dtype], value)
+    return f"0x{packed[: dtype.itemsize].hex()}"  # bf16 is the first half of fp32

@@ -6,6 +6,7 @@ collectives it had called, to tell a rank that failed from those that only lost 
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -28,25 +29,45 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Mark | _Call).decode
 
 
+_ROOM = 2**16  # bytes; more where a scenario needs it
+
+
 class Trail:
-    """The rank's end: one line for each stage entered and each collective called, written at once."""
+    """The rank's end: one line for each stage entered and each collective called, in the file at once.
+
+    The file is memory that the rank shares with whoever reads it: a store, and not a call of the system's, for each of
+    the many entries. What follows the last line is zeros.
+    """
 
     def __init__(self, directory: Path, world: int, rank: int) -> None:
-        # Append mode: after a truncation the next line begins the file.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(_path(directory, world, rank), flags, 0o600)
+        self._end = 0
+        self._memory = self._map(_ROOM)
 
     def begin(self) -> None:
         """Forget the previous scenario."""
-        os.ftruncate(self._descriptor, 0)
+        self._memory[: self._end] = bytes(self._end)
+        self._end = 0
 
     def enter(self, step: int | None, stage: Stage) -> None:
         """The rank enters a stage."""
-        os.write(self._descriptor, _encode(_Mark(step, stage)) + b"\n")
+        self._append(_encode(_Mark(step, stage)))
 
     def call(self, collective: Collective) -> None:
         """The rank is about to call a collective."""
-        os.write(self._descriptor, _encode(_Call(collective)) + b"\n")
+        self._append(_encode(_Call(collective)))
+
+    def _append(self, entry: bytes) -> None:
+        end = self._end + len(entry) + 1
+        if end >= len(self._memory):
+            self._memory = self._map(2 * end)
+        self._memory[self._end : end] = entry + b"\n"
+        self._end = end
+
+    def _map(self, size: int) -> mmap.mmap:
+        os.ftruncate(self._descriptor, size)
+        return mmap.mmap(self._descriptor, size)
 
 
 def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tuple[Collective, ...]]:
@@ -55,7 +76,7 @@ def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tup
     stage = Stage.BUILD
     collectives: list[Collective] = []
     try:
-        lines = _path(directory, world, rank).read_bytes().splitlines()
+        lines = _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
     except OSError:
         lines = []
     for line in lines:

@@ -229,27 +229,46 @@ def test_a_moved_storage_is_told_before_what_was_written() -> None:
 # --- are they what they should be? ------------------------------------------------------------------------------------
 
 
-def test_weights_are_what_has_their_bytes_in_every_element_or_need_a_closer_look(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def looked_at(weights: ComputeWeights) -> bool:
+    assert weights.problem() is None
+    return weights.as_expected
+
+
+def test_weights_are_as_expected_in_every_element_or_need_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.drive.parameters.FEW", 2**14)
     weights = weights_of()
-    wanted = [initial.clone() for initial in weights.initial]
-    assert weights.are(wanted)
+    assert looked_at(weights)
 
-    for parameter in weights.parameters:
-        flat = parameter.detach().view(-1)
-        for element in range(flat.numel()):
-            before = flat[element].clone()
-            flat[element] = -before
-            assert not weights.are(wanted)
-            flat[element] = before
-    assert weights.are(wanted)
-    assert not weights.are([tensor.to(torch.float64) for tensor in wanted])
+    for wanted in (weights.initial, [initial * 2 + 1 for initial in weights.initial]):
+        weights.expect(wanted)
+        for parameter, initial in zip(weights.parameters, wanted, strict=True):
+            parameter.detach().copy_(initial)
+        assert looked_at(weights)
+        for parameter in weights.parameters:
+            flat = parameter.detach().view(-1)
+            for element in range(flat.numel()):
+                before = flat[element].clone()
+                flat[element] = -before if before else before + 1
+                assert not looked_at(weights)
+                flat[element] = before
+        assert looked_at(weights)
+
+
+def test_expected_weights_are_of_the_parameters_sizes_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.drive.parameters.FEW", 2**14)
+    weights = weights_of()
+    for wrong in (
+        [initial.to(torch.float64) for initial in weights.initial],
+        [torch.cat([initial.view(-1), initial.view(-1)[:1]]) for initial in weights.initial],
+    ):
+        with pytest.raises(ValueError, match="weight 0 is not a dense tensor"):
+            weights.expect(wrong)
 
 
 def test_many_weights_always_need_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.drive.parameters.FEW", 0)
     weights = weights_of()
 
-    assert not weights.are(weights.initial)
+    assert not looked_at(weights)
+    weights.expect(weights.initial)
+    assert not looked_at(weights)

@@ -77,6 +77,17 @@ def test_each_rank_of_each_world_has_its_own(tmp_path: Path) -> None:
     assert read(tmp_path, 3, 0) == NOTHING
 
 
+def test_a_long_trail_is_kept_whole_and_forgotten_whole(tmp_path: Path) -> None:
+    trail = Trail(tmp_path, 2, 0)
+    for _ in range(5000):
+        trail.call(REDUCE)
+    assert read(tmp_path, 2, 0) == (None, Stage.BUILD, (REDUCE,) * 5000)
+
+    trail.begin()
+    trail.call(GATHER)
+    assert read(tmp_path, 2, 0) == (None, Stage.BUILD, (GATHER,))
+
+
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:
     Trail(tmp_path, 1, 0)
 
@@ -93,13 +104,13 @@ def test_a_trail_cut_anywhere_gives_what_was_whole(tmp_path: Path) -> None:
     """A rank killed while it writes leaves a part of a line: what came before is read, the part is left out."""
     write_all(Trail(tmp_path, 2, 1))
     path = file_of(tmp_path)
-    data = path.read_bytes()
+    data = path.read_bytes().rstrip(b"\0")
     marks = [(None, Stage.BUILD), (0, Stage.REDUCE), (3, Stage.GATHER)]
     calls = (DIGEST, REDUCE, GATHER)
     ends = [index for index, byte in enumerate(data) if byte == ord("\n")]
     assert len(ends) == 6
     for size in range(len(data)):
-        path.write_bytes(data[:size])
+        path.write_bytes(data[:size] + bytes(7))
         whole = sum(end <= size for end in ends)  # a line that lacks but its end is whole
         step, stage = marks[(whole - 1) // 2] if whole else (None, Stage.BUILD)
 
@@ -111,8 +122,7 @@ def test_what_is_no_entry_ends_the_trail(rest: bytes, tmp_path: Path) -> None:
     trail = Trail(tmp_path, 2, 1)
     trail.enter(0, Stage.REDUCE)
     trail.call(REDUCE)
-    with file_of(tmp_path).open("ab") as stream:
-        stream.write(rest)
-    trail.enter(9, Stage.GATHER)
+    path = file_of(tmp_path)
+    path.write_bytes(path.read_bytes().rstrip(b"\0") + rest + b'["mark",9,"gather"]\n')
 
     assert read(tmp_path, 2, 1) == (0, Stage.REDUCE, (REDUCE,))
