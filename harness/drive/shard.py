@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.oracles.compare import FEW, Mismatch, compare_bits, dense, raw
+from harness.oracles.compare import Mismatch, compare_bits, dense, same_bytes
 from harness.oracles.contributions import Interval
 from harness.scenario.model import Scenario
 from harness.scenario.partition import Partition
@@ -117,22 +117,22 @@ class ShardMap:
         return Difference(compared, dataclasses.replace(mismatch, count=count), piece.parameter, element, bucket, owner)
 
     def _same_bytes(self, shard: Tensor, expected: Callable[[int], Tensor]) -> bool:
-        """Whether all is equal and nothing needs a closer look; also False where this way would be no quicker."""
-        if self.num_elements > FEW or not dense(shard, self.partition.shard_len):
+        """Whether all is equal and nothing needs a closer look; also False where it cannot be told in this way."""
+        if not dense(shard, self.partition.shard_len):
             return False
-        size = shard.element_size()
-        seen = raw(shard, 0, self.partition.shard_len)
         for piece in self._pieces:
             parameter = expected(piece.parameter)
-            if parameter.dtype != shard.dtype or not parameter.is_contiguous():
+            numel = self._offsets[piece.parameter + 1] - self._offsets[piece.parameter]
+            if not dense(parameter, numel) or parameter.dtype != shard.dtype:
                 return False
-            first = size * piece.shard_start
-            if raw(parameter, piece.start, piece.length) != seen[first : first + size * piece.length]:
+            if not same_bytes(parameter, piece.start, shard, piece.shard_start, piece.length):
                 return False
         return True
 
     def compare_whole(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Difference:
         """Compare all parameters, whole, bit by bit (signed zeros count)."""
+        if _all_same_bytes(actual, expected):
+            return Difference(self.partition.numel)
         compared = count = 0
         first: tuple[Mismatch, int, int] | None = None
         for run in _runs(expected):
@@ -209,6 +209,16 @@ class ShardMap:
         if not bool(wrong.any()):
             return None
         return int(self._padding[int(wrong.to(torch.uint8).argmax())])
+
+
+def _all_same_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(
+        seen.dtype == wanted.dtype
+        and dense(seen, numel := wanted.numel())
+        and dense(wanted, numel)
+        and same_bytes(seen, 0, wanted, 0, numel)
+        for seen, wanted in zip(actual, expected, strict=True)
+    )
 
 
 def _chunks(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

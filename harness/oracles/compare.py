@@ -108,6 +108,18 @@ def raw(tensor: Tensor, start: int, length: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr() + size * start, size * length)
 
 
+def same_bytes(one: Tensor, one_start: int, other: Tensor, other_start: int, length: int) -> bool:
+    """Whether some elements of two :func:`dense` tensors of one dtype, which must have them, have the same bytes."""
+    size = one.element_size()
+    one_address, other_address = one.data_ptr() + size * one_start, other.data_ptr() + size * other_start
+    return length == 0 or _memcmp(one_address, other_address, size * length) == 0
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
+
+
 def dense(tensor: Tensor, numel: int) -> bool:
     """Whether :func:`raw` can read it: ``numel`` elements in row-major order, in memory that was not freed."""
     if not (tensor.is_cpu and tensor.numel() == numel and tensor.is_contiguous()):

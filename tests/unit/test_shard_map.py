@@ -130,13 +130,14 @@ def layouts() -> Iterator[Case]:
 CASES = list(layouts())
 
 
-@pytest.fixture(params=[(2**20, 2**14), (2**20, 0), (3, 0)], ids=["few", "whole", "chunks of 3"])
+@pytest.fixture(params=[(2**20, True), (2**20, False), (3, False)], ids=["bytes first", "whole", "chunks of 3"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many elements are put together for one comparison, and how few are looked at as bytes first: no result may
+    """How many elements are put together for one comparison, and whether bytes are looked at first: no result may
     depend on it."""
     size: int = request.param[0]
     monkeypatch.setattr(shard_module, "_CHUNK", size)
-    monkeypatch.setattr(shard_module, "FEW", request.param[1])
+    if not request.param[1]:
+        monkeypatch.setattr(shard_module, "dense", lambda tensor, numel: False)
     return size
 
 
