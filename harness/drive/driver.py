@@ -29,8 +29,9 @@ from harness.drive.trail import Trail
 from harness.errors import exception_text
 from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
-from harness.oracles.compare import digest
+from harness.oracles.compare import compare_bits, digest
 from harness.oracles.intake import IntakeModel
+from harness.oracles.order import Order
 from harness.oracles.reference import UnshardedTrainer, build_adamw
 from harness.scenario.model import Domain, Scenario, StepPlan, steps
 from harness.scenario.partition import Partition
@@ -50,6 +51,10 @@ class SubjectRaisedError(Exception):
         super().__init__(f"{call} raised {exception_text(error)}")
         self.unsupported = isinstance(error, NotImplementedError)
         self.detail = "".join(traceback.format_exception(error))
+
+
+class PeerLostError(SubjectRaisedError):
+    """A collective of the harness's own failed: another rank is no longer there."""
 
 
 class InterfaceLacksError(Exception):
@@ -125,7 +130,8 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
-        self.summations = Summations(scenario, self.shard, Prober(self.context, build, scenario, self.shard))
+        self.summations = Summations(scenario, self.shard)
+        self.prober = Prober(self.context, build, scenario, self.shard)
         self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
         self._compare_padding("the initial master", self.master)
         self._compare_weights("after construction")
@@ -330,17 +336,9 @@ class Driver:
         elif self._explained(plan, observed):
             self.record.judged(Oracle.ORDERED)
         else:
-            self.record.judged(Oracle.BOUND)
             if self.record.clean:
-                beyond = self.shard.beyond(observed, self._intervals(plan))
-                if beyond.mismatch is not None:
-                    off = abs(beyond.mismatch.actual - beyond.mismatch.expected)
-                    self.record.diverge(
-                        prop,
-                        "the reduced gradient differs by more than any order of addition can: "
-                        f"off by {off:.3g}, bound {beyond.bound:.3g}",
-                        beyond,
-                    )
+                self.record.judged(Oracle.BOUND)
+                self._compare_with_bound(prop, plan, observed)
             self._adopt(observed)
 
     def _explained(self, plan: StepPlan, observed: Tensor) -> bool:
@@ -349,17 +347,52 @@ class Driver:
         A rank that had found something wrong before ends the search: nothing is decided here any more.
         """
         calls = calls_of_step(self.record.collectives, self.record.step, self.scenario.world)
-        with self._subject("reduce_scatter, called on a second instance to find its order of addition"):
-            for summation in self.summations.candidates(plan, calls):
-                self.reference.set_gradients(self._reduced(plan, summation))
-                differs = self._gradient_difference(observed).mismatch is not None
-                wrong, over = self._over_ranks(differs, not self.record.clean, fingerprint(calls))
-                if not wrong:
-                    self.summations.explained_by(summation)
-                    return True
-                if over:
-                    return False
+        for summation in self.summations.candidates(plan, calls, lambda: self._probe(plan)):
+            self.reference.set_gradients(self._reduced(plan, summation))
+            differs = self._gradient_difference(observed).mismatch is not None
+            wrong, over = self._over_ranks(differs, not self.record.clean, fingerprint(calls))
+            if not wrong:
+                self.summations.explained_by(summation)
+                return True
+            if over:
+                return False
         return False
+
+    def _compare_with_bound(self, prop: Property, plan: StepPlan, observed: Tensor) -> None:
+        beyond = self.shard.beyond(observed, self._intervals(plan))
+        if beyond.mismatch is None:
+            return
+        off = abs(beyond.mismatch.actual - beyond.mismatch.expected)
+        message = "the reduced gradient is what no order of addition gives"
+        if beyond.bound and math.isfinite(off):
+            message = (
+                "the reduced gradient differs by more than any order of addition can: "
+                f"off by {off:.3g}, bound {beyond.bound:.3g}"
+            )
+        self.record.diverge(prop, message, beyond)
+
+    def _probe(self, plan: StepPlan) -> Order | None:
+        """What probing a second instance tells, which must leave the first as it was. Collective."""
+        gradient = self._gradient()
+        before = gradient.detach().clone()
+        with self._subject("reduce_scatter, called on a second instance to find its order of addition,"):
+            order = self.prober(plan)
+        if self.master.grad is not gradient or compare_bits(before, gradient, signed_zeros=True).mismatch is not None:
+            # Two instances that share a gradient: right as long as there is one, and not to be probed.
+            gradient.data.copy_(before)
+            self.master.grad = gradient
+            order = None
+        self._compare_weights("after a second instance was built and asked to reduce")
+        return order
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        """Around the harness's own collectives, which are not in the log: what fails there is that a peer has gone."""
+        try:
+            with self.context.collectives.paused():
+                yield
+        except RuntimeError as error:
+            raise PeerLostError(f"the harness's own exchange of {what}", error) from error
 
     def _gradient_difference(self, observed: Tensor) -> Difference:
         if not self.record.clean:
@@ -377,8 +410,8 @@ class Driver:
         """
         if self.scenario.world == 1:
             return differs, over
-        with self.context.collectives.paused():
-            found = torch.tensor([int(differs), int(over), calls, -calls], device=self.device)
+        found = torch.tensor([int(differs), int(over), calls, -calls], device=self.device)
+        with self._exchange("what was compared"):
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         any_differs, any_over, most, least = found.tolist()
         same_calls = most == -least
@@ -390,7 +423,7 @@ class Driver:
         if self.scenario.world == 1:
             shards = [observed]
         else:
-            with self.context.collectives.paused():
+            with self._exchange("gradients"):
                 torch.distributed.all_gather(shards, observed.contiguous())
         self.reference.set_gradients(self.shard.assemble(shards, self.reference.weights))
 

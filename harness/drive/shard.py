@@ -153,20 +153,19 @@ class ShardMap:
         return Difference(compared, dataclasses.replace(mismatch, count=count), parameter, element, bucket, owner)
 
     def beyond(self, shard: Tensor, intervals: Callable[[int], Interval]) -> Difference:
-        """Compare with what any order of addition can give: the first element outside its interval.
-
-        Elements whose interval is unbounded (some order can overflow) are not counted as compared.
-        """
+        """Compare with what any order of addition can give: the first element outside its interval."""
         compared = count = 0
         found: tuple[Piece, int, float, float, float] | None = None
         for piece in self._pieces:
             interval = intervals(piece.parameter)
             center = torch.from_numpy(interval.center[piece.start : piece.stop])
             bound = torch.from_numpy(interval.bound[piece.start : piece.stop])
+            overflows = torch.from_numpy(interval.overflows[piece.start : piece.stop])
             seen = shard[piece.shard_start : piece.shard_start + piece.length].cpu().double()
             same = (seen == center) | (seen.isnan() & center.isnan())
-            outside = ~(same | ((seen - center).abs() <= bound)) & bound.isfinite()
-            compared += int(bound.isfinite().sum())
+            overflowed = overflows & (seen.isnan() | (seen.isinf() & center.isfinite()))
+            outside = ~(same | overflowed | ((seen - center).abs() <= bound))
+            compared += piece.length
             inside_count = int(outside.sum())
             if inside_count and found is None:
                 at = int(outside.to(torch.uint8).argmax())

@@ -36,16 +36,20 @@ class Summation(NamedTuple):
 class Summations:
     """Candidates for the order in which one subject adds, most likely first. One for each scenario."""
 
-    def __init__(self, scenario: Scenario, shard: ShardMap, probe: Callable[[StepPlan], Order | None]) -> None:
+    def __init__(self, scenario: Scenario, shard: ShardMap) -> None:
         self._scenario = scenario
         self._shard = shard
-        self._probe = probe
         self._predicted: dict[frozenset[Call], Order] = {}
         self._revealed: dict[tuple[bool, ...], Order | None] = {}
         self._explained: Summation | None = None
 
-    def candidates(self, plan: StepPlan, calls: frozenset[Call]) -> Iterator[Summation]:
-        """What may explain a step in which the subject made these calls; collective from the second candidate on."""
+    def candidates(
+        self, plan: StepPlan, calls: frozenset[Call], probe: Callable[[], Order | None]
+    ) -> Iterator[Summation]:
+        """What may explain a step in which the subject made these calls.
+
+        ``probe`` finds out an order in such a step; it is asked last, and once for each way of announcing parts.
+        """
         if self._explained is not None:
             yield self._explained
         predicted = self._predicted.get(calls)
@@ -56,7 +60,7 @@ class Summations:
             yield Summation(predicted, nesting)
         if self._scenario.world < 3:
             return  # a sum of two commutes
-        revealed = self._reveal(plan)
+        revealed = self._reveal(plan, probe)
         if revealed is not None and revealed.signature != predicted.signature:
             for nesting in nestings:
                 yield Summation(revealed, nesting)
@@ -65,10 +69,10 @@ class Summations:
         """This is tried first from now on."""
         self._explained = summation
 
-    def _reveal(self, plan: StepPlan) -> Order | None:
+    def _reveal(self, plan: StepPlan, probe: Callable[[], Order | None]) -> Order | None:
         way = tuple(part.more for part in plan.parts)  # held and spilled gradients may be added in different ways
         if way not in self._revealed:
-            self._revealed[way] = self._probe(plan) if self._scenario.numel <= MAX_PROBED else None
+            self._revealed[way] = probe() if self._scenario.numel <= MAX_PROBED else None
         return self._revealed[way]
 
 
@@ -112,8 +116,11 @@ class Prober:
         """
         world = self._scenario.world
         with self._context.collectives.paused():
+            first = self._instance is None
             if not self._built():
                 return None
+            if first:
+                self._reduced(plan, 1.0)  # some do their first step in a way of its own
             shards = [self._reduced(plan, orders.probe(pair, self._context.rank)) for pair in orders.pairs(world)]
             own = torch.stack(shards)
             gathered = [torch.empty_like(own) for _ in range(world)]
@@ -130,7 +137,7 @@ class Prober:
             self._parameters = ComputeWeights(self._scenario, self._device).parameters
             try:
                 self._instance = self._build(list(self._parameters))
-            except Exception:  # noqa: BLE001 (said on all ranks: there is no order to find then)
+            except BaseException:  # noqa: BLE001 (said on all ranks: there is no order to find then)
                 self._instance = False
         usable = torch.tensor([int(self._usable())], device=self._device)
         torch.distributed.all_reduce(usable, torch.distributed.ReduceOp.MIN)

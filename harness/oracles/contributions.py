@@ -58,11 +58,13 @@ class Nesting(enum.Enum):
 class Interval:
     """What any order of fp32 additions can give: within ``bound`` of ``center``, both fp64 ``[numel]``.
 
-    A bound of inf asks for nothing; a center of inf or nan, with a bound of 0, for exactly that.
+    Around a center that is inf or nan the bound is 0. Where ``overflows``, bool ``[numel]``, some order may also give
+    nan and, if the center is finite, inf of either sign.
     """
 
     center: NDArray[np.float64]
     bound: NDArray[np.float64]
+    overflows: NDArray[np.bool_]
 
 
 def contribution(
@@ -199,9 +201,16 @@ def interval(scenario: Scenario, step: StepPlan, parameter: int) -> Interval:
 def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
     """Where any order of fp32 additions puts the sums of some terms, fp32 ``[numel]`` each.
 
-    Where some order can overflow, the bound is inf: nothing is asked. Elsewhere a term that is inf or nan decides the
-    sum in every order: the center is that value and the bound 0.
+    The sum of two terms is rounded once, whatever adds them. Of more, a partial sum may overflow, and becomes finite
+    never again: a finite sum is within the rounding bound all the same. A term that is inf or nan decides the sum, but
+    for an inf that meets a partial sum which overflowed to the other side.
     """
+    if len(terms) <= 2:
+        total = np.zeros(numel, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for term in terms:
+                total += term
+        return Interval(total.astype(np.float64), np.zeros(numel), np.zeros(numel, np.bool_))
     center = np.zeros(numel, np.float64)
     abs_sum = np.zeros(numel, np.float64)
     special = np.zeros(numel, np.float64)  # what the terms that are not finite add up to
@@ -213,11 +222,11 @@ def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
         with np.errstate(invalid="ignore"):
             special += np.where(finite, 0.0, term)
     bound = any_order_sum_bound(len(terms), abs_sum)
-    bound[abs_sum + bound > FP32_MAX] = np.inf  # no partial sum is larger
-    decided = ~np.isfinite(special) & (np.isfinite(bound) | np.isnan(special))
+    overflows = abs_sum + bound > FP32_MAX  # no partial sum is larger
+    decided = ~np.isfinite(special)
     center[decided] = special[decided]
     bound[decided] = 0.0
-    return Interval(center, bound)
+    return Interval(center, bound, overflows)
 
 
 def _wide(array: NDArray[np.float32]) -> bool:

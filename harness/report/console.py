@@ -54,6 +54,9 @@ def visible(text: str) -> str:
     )
 
 
+BOUND_LINE = "  bound        no fixed order of addition explains these: right within rounding, not bit for bit"
+
+
 def describe(scenario: Scenario) -> str:
     """A scenario in a few words: world, sizes, bucket, parts of each step, domain."""
     plans = list(steps(scenario))

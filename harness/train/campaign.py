@@ -74,6 +74,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
         coefficient: 1.0 when the gradient was not clipped.
         spilled: the step's gradient was summed in host memory.
         equal_bits: all compute weights of every rank are the unsharded trainer's, and so was everything before them.
+        within_bound: the reduced gradient was only within the rounding bound, and the unsharded trainer took it over.
         divergence: the first thing that differed in this step.
     """
 
@@ -87,6 +88,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     coefficient: float
     spilled: bool
     equal_bits: bool
+    within_bound: bool = False
     divergence: Divergence | None = None
 
 
@@ -269,6 +271,7 @@ def _reports(step: int, outcome: Outcome, evaluation: Evaluation) -> list[StepRe
 
 def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], divergence: Divergence | None) -> StepRecord:
     first = reports[0]
+    within_bound = any(report.oracle.get(Oracle.BOUND.value) for report in reports)
     return StepRecord(
         step=step,
         num_parts=setup.num_parts(step),
@@ -279,7 +282,8 @@ def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], diverge
         norm_ok=all(report.norm_ok for report in reports) and len({report.norms for report in reports}) == 1,
         coefficient=first.coefficient,
         spilled=any(report.spilled for report in reports),
-        equal_bits=divergence is None,
+        equal_bits=divergence is None and not within_bound,
+        within_bound=within_bound,
         divergence=divergence,
     )
 

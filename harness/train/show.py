@@ -10,7 +10,7 @@ from typing import IO, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from harness.report.console import TextConsole, duration, failure_lines
+from harness.report.console import BOUND_LINE, TextConsole, duration, failure_lines
 from harness.train.campaign import StepRecord, TrainResult
 
 PLOT_COLUMNS = 60
@@ -95,9 +95,11 @@ def result_lines(result: TrainResult) -> list[tuple[str, str]]:
     lines = [(line, "") for line in loss_curves(result.records)]
     verdict = f"{result.verdict}, interrupted" if result.interrupted else result.verdict
     equal = sum(record.equal_bits for record in result.records)
+    bound = sum(record.within_bound for record in result.records)
+    within = f", {bound} within the rounding bound" if bound else ""
     headline = (
         f"{verdict}: {result.subject} on {result.backend}, world {result.worlds[0]}, trained on {result.text}, "
-        f"equal bits at {equal} of {result.steps} steps in {duration(result.seconds)}, seed {result.seed}"
+        f"equal bits at {equal} of {result.steps} steps{within} in {duration(result.seconds)}, seed {result.seed}"
     )
     lines.append((headline, _STYLES[result.verdict]))
     if result.reason is not None:
@@ -109,6 +111,8 @@ def result_lines(result: TrainResult) -> list[tuple[str, str]]:
     for label, counts in (("checked", result.properties), ("oracles", result.oracle), ("reached", result.reached)):
         counted = ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"
         lines.append((f"  {label:<12} {counted}", ""))
+    if bound:
+        lines.append((BOUND_LINE, ""))
     if result.failure is not None:
         lines.append(("", ""))
         lines.extend((line, "") for line in failure_lines(result.failure))

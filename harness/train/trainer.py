@@ -176,7 +176,7 @@ class TrainingDriver(Driver):
         own, losses = self._unsharded.packed(self.rank)
         gradients = [torch.empty_like(own) for _ in range(self.scenario.world)]
         all_losses = [torch.empty_like(losses) for _ in range(self.scenario.world)]
-        with self.context.collectives.paused():
+        with self._exchange("passes"):
             torch.distributed.all_gather(gradients, own)
             torch.distributed.all_gather(all_losses, losses)
         for rank in range(self.scenario.world):
