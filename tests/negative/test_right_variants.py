@@ -12,7 +12,13 @@ SEED = 8  # of a campaign in which each world has scenarios that the refusing cl
 REFUSING = ("RefusesScalars", "RefusesThirdPart")
 
 # Right within rounding, but added in no order that is fixed, or in none that can be found out.
-WITHIN_THE_BOUND = ("AddsInFloat64", "ChangesOrderEveryStep", "AddsPartsBackward", "OneInstanceAProcess")
+WITHIN_THE_BOUND = (
+    "AddsInFloat64",
+    "ChangesOrderEveryStep",
+    "AddsPartsBackward",
+    "OneInstanceAProcess",
+    "SharesItsGradient",
+)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -145,6 +145,17 @@ def test_a_weight_written_between_two_gathers_on_one_rank_is_found_there(pool: R
     assert (result.failure.parameter, result.failure.element) == ("bytes.weight", 0)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_ends_after_its_reduction_is_a_violation(pool: RankPool, world: int) -> None:
+    """Also when its peers notice in the harness's own exchange."""
+    result = _train(pool, "training.py:ExitsAfterReduce", world=world)
+
+    assert (result.verdict, result.reason) == ("violated", None)
+    assert result.failure is not None
+    assert (result.failure.property, result.failure.rank) == ("progress", world - 1)
+    assert "sent no verdict" in str(result.failure.message)
+
+
 def test_a_rank_that_raises_is_a_violation_with_its_traceback(pool: RankPool) -> None:
     result = _train(pool, "broken.py:RaisesInGather")
 

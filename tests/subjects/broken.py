@@ -751,6 +751,26 @@ class FlushesSubnormals(PlainZero):
         flat[flat.abs() < 2.0**-126] = 0.0
 
 
+class HostOverflowBecomesZero(PlainZero):
+    """Bug: what overflows in the host sum becomes zero. Trigger: two parts whose sum overflows. First: reduce."""
+
+    def _add(self, grads: Gradients) -> None:
+        super()._add(grads)
+        finite = all(grad is None or bool(grad.isfinite().all()) for grad in grads)
+        if finite:
+            self._host_sum()[self._host_sum().isinf()] = 0.0
+
+
+class OverflowSaturates(PlainZero):
+    """Bug: a sum over ranks that overflows is the largest finite value. Trigger: such a sum at three ranks."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        finite = flat.isfinite().float()
+        reduced, all_finite = super()._reduce(flat), super()._reduce(finite)
+        over = (all_finite == self.world) & reduced.isinf()
+        return torch.where(over, reduced.sign() * torch.finfo(torch.float32).max, reduced)
+
+
 class SkipsStepWithNan(PlainZero):
     """Bug: a gradient with a nan anywhere is dropped, as a loss scaler would. Trigger: a nan. First: reduce."""
 

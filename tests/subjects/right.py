@@ -197,6 +197,16 @@ class OneInstanceAProcess(AddsInSomeOrder):
         self._alive.add(self)
 
 
+class SharesItsGradient(AddsInSomeOrder):
+    """Adds from the last rank to the first, into a buffer that all instances of a process share: not to be probed."""
+
+    _buffers: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        self._grad = self._buffers.setdefault(self._grad.numel(), self._grad)
+
+
 class ReducesEverythingAtOnce(PlainZero):
     """One all-reduce of the whole flat vector, buckets or not: chunks of the ring that no bucket shows."""
 

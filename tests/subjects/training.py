@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -68,3 +69,15 @@ class WritesWeightsInCollect(ZeroMaster):
         super().collect(more)
         if self.rank == 0:
             self.params[0].detach().view(-1)[0] += 1
+
+
+class ExitsAfterReduce(ZeroMaster):
+    """Bug: the last rank's process ends, as if all were well, when its second reduction is done."""
+
+    _reductions = 0
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        self._reductions += 1
+        if self._reductions == 2 and self.rank == self.world - 1:
+            os._exit(0)
