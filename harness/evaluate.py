@@ -41,11 +41,16 @@ class UndecidedError(Exception):
 
 
 class Conclusion(enum.Enum):
-    """HOLDS: all compared equal. VIOLATED: ``divergence`` says where first. UNSUPPORTED: not judged."""
+    """HOLDS: all compared equal. VIOLATED: ``divergence`` says where first. UNSUPPORTED: not judged.
+
+    UNRESOLVED: a sum was added in another order than predicted, and the ranks have to search for it together: nothing
+    is decided by this run.
+    """
 
     HOLDS = "holds"
     VIOLATED = "violated"
     UNSUPPORTED = "unsupported"
+    UNRESOLVED = "unresolved"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Evaluation:
         fingerprint: equal for two runs of one scenario when everything observed has the same bits.
         hung: a rank was still running at the time-out.
         output: the end of what the rank of the divergence printed, and what it raised.
+        searched: a sum was not added in the predicted order, and the ranks searched for the order together.
     """
 
     conclusion: Conclusion
@@ -67,6 +73,7 @@ class Evaluation:
     hung: bool = False
     output: str = ""
     seconds: float = 0.0
+    searched: bool = False
 
 
 def start_pool(backend: str = "gloo") -> RankPool:
@@ -82,6 +89,7 @@ class Evaluator:
         self._subject = SubjectName(subject.absolute, subject.args)
         self._pool = pool
         self._imported: set[int] = set()
+        self._exchanges = False
 
     def prepare(self, world: int) -> None:
         """Start the ranks of one world and import the subject there, unless that is done.
@@ -110,9 +118,20 @@ class Evaluator:
             UsageError: the built subject lacks an attribute of the contract.
             UndecidedError: the harness failed, not the subject.
         """
+        evaluation = self._evaluate(scenario)
+        if evaluation.conclusion is Conclusion.UNRESOLVED:
+            # It adds in an order of its own, in other scenarios too: from now on they begin with the search.
+            self._exchanges = True
+            evaluation = self._evaluate(scenario)
+            if evaluation.conclusion is Conclusion.HOLDS and not evaluation.searched:
+                return _changed_its_sum(evaluation)
+        return evaluation
+
+    def _evaluate(self, scenario: Scenario) -> Evaluation:
         self.prepare(scenario.world)
         before = len(self._pool.incidents)
-        outcome = self._run(scenario.world, encode(RunScenario(self._subject, scenario)), self._timeout_s(scenario))
+        task = RunScenario(self._subject, scenario, self._exchanges)
+        outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario))
         if not outcome.replied:
             self._imported.discard(scenario.world)  # the next run starts fresh ranks
         crashed = _crashed(self._pool.incidents[before:])
@@ -154,6 +173,8 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
     _require_working(outcome)
     try:
         verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
+        if any(verdict.unresolved for verdict in verdicts):
+            return Evaluation(Conclusion.UNRESOLVED, seconds=outcome.seconds)
         left = [_left_behind(report, trails(report.rank)) for report in outcome.ranks if report.reply is None]
         judgement = judge.merge([*verdicts, *left], outcome.world)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -184,7 +205,19 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
         hung=any(report.end is RankEnd.TIMED_OUT for report in outcome.ranks),
         output=_output(outcome, verdicts, judgement.divergence),
         seconds=outcome.seconds,
+        searched=any(verdict.searched for verdict in verdicts),
     )
+
+
+def _changed_its_sum(second: Evaluation) -> Evaluation:
+    """The sum that the first run could not explain was as predicted in the second."""
+    found = Divergence(
+        property=Property.DETERMINISM,
+        stage=Stage.REDUCE,
+        message="of two runs of this scenario one gave a reduced gradient that is not the sum in the predicted order, "
+        "and the other gave that sum",
+    )
+    return dataclasses.replace(second, conclusion=Conclusion.VIOLATED, divergence=found, fingerprint=(found.property,))
 
 
 def _crashed(incidents: Sequence[str]) -> Evaluation | None:

@@ -166,7 +166,9 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
 
     ``checks``: property -> how many times it was compared on non-empty data. ``oracle``: rule -> count.
     ``situations``: what only running shows (``scenario.situations.Situation`` values). ``detail``: message and
-    traceback of what was raised.
+    traceback of what was raised. ``unresolved``: a sum was not added in the predicted order, and from there on nothing
+    was compared: what all ranks say about this run decides nothing. ``searched``: such a sum came up, and the ranks
+    searched for its order together.
     """
 
     rank: int
@@ -179,3 +181,5 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     weights: tuple[WeightsObservation, ...] = ()
     collectives: tuple[Collective, ...] = ()
     detail: str | None = None
+    unresolved: bool = False
+    searched: bool = False

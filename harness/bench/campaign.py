@@ -250,6 +250,7 @@ class Bench:
         self._subject = SubjectName(subject.absolute, subject.args)
         self._pool = pool
         self._world = world
+        self._exchanges = False
         Evaluator(subject, pool).prepare(world)
 
     def campaign(self, options: BenchOptions, say: Callable[[str], None]) -> WorldCost:
@@ -299,13 +300,17 @@ class Bench:
             ViolatedError: the subject fails it.
         """
         began = time.perf_counter()
-        outcome = self._pool.run(self._world, encode(RunTimed(self._subject, scenario)), timeout_s=TIMEOUT_S)
+        task = RunTimed(self._subject, scenario, self._exchanges)
+        outcome = self._pool.run(self._world, encode(task), timeout_s=TIMEOUT_S)
         ended = time.perf_counter()
         evaluation = conclude(outcome, partial(trail.read, self._pool.directory, self._world))
         reached(scenario)  # a campaign counts them
         judged = time.perf_counter()
         if evaluation.conclusion is Conclusion.UNSUPPORTED:
             return None
+        if evaluation.conclusion is Conclusion.UNRESOLVED:
+            self._exchanges = True
+            return self.full(scenario)
         found = evaluation.divergence
         if found is not None:
             rank = "" if found.rank is None else f", rank {found.rank}"

@@ -30,6 +30,7 @@ class RunTimed(Struct, frozen=True, tag="timed"):
 
     subject: SubjectName
     scenario: Scenario
+    exchanges: bool = False
 
 
 class BareReport(Struct, frozen=True, kw_only=True):

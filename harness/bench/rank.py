@@ -45,7 +45,9 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             if report.problem is not None:
                 raise RankBroken(encode(report))
             return encode(report)
-        driver = TimedDriver(context, cls, args, capabilities(task.subject.path), task.scenario, trail)
+        driver = TimedDriver(
+            context, cls, args, capabilities(task.subject.path), task.scenario, trail, exchanges=task.exchanges
+        )
         driver.clock = clock
         verdict = driver.run()
         payload = encode(

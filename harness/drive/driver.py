@@ -32,6 +32,7 @@ from harness.oracles import bounds, contributions
 from harness.oracles.compare import compare_bits, digest
 from harness.oracles.intake import IntakeModel
 from harness.oracles.order import Order
+from harness.oracles.prediction import Call
 from harness.oracles.reference import UnshardedTrainer, build_adamw
 from harness.scenario.model import Domain, Scenario, StepPlan, steps
 from harness.scenario.partition import Partition
@@ -76,8 +77,12 @@ class Driver:
         capabilities: Capabilities,
         scenario: Scenario,
         trail: Trail,
+        *,
+        exchanges: bool = True,
     ) -> None:
+        """``exchanges``: see :class:`harness.drive.tasks.RunScenario`."""
         self.context = context
+        self.exchanges = exchanges
         self.cls = cls
         self.args = args
         self.capabilities = capabilities
@@ -347,6 +352,8 @@ class Driver:
         A rank that had found something wrong before ends the search: nothing is decided here any more.
         """
         calls = calls_of_step(self.record.collectives, self.record.step, self.scenario.world)
+        if not self.exchanges:
+            return self._as_predicted(plan, calls, observed)
         for summation in self.summations.candidates(plan, calls, lambda: self._probe(plan)):
             self.reference.set_gradients(self._reduced(plan, summation))
             differs = self._gradient_difference(observed).mismatch is not None
@@ -356,7 +363,16 @@ class Driver:
                 return True
             if over:
                 return False
+            self.record.searched = True
         return False
+
+    def _as_predicted(self, plan: StepPlan, calls: frozenset[Call], observed: Tensor) -> bool:
+        """Take the first order for the right one; where it is not, this run can decide nothing more."""
+        summation = self.summations.predicted(calls)
+        self.reference.set_gradients(self._reduced(plan, summation))
+        if self._gradient_difference(observed).mismatch is not None:
+            self.record.unresolved = True
+        return True
 
     def _compare_with_bound(self, prop: Property, plan: StepPlan, observed: Tensor) -> None:
         beyond = self.shard.beyond(observed, self._intervals(plan))

@@ -51,7 +51,10 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             return encode(subjects.check(task.subject))
         subject = task.subject
         cls = subjects.load(subject)
-        verdict = Driver(context, cls, subject.args, capabilities(subject.path), task.scenario, trail).run()
+        driver = Driver(
+            context, cls, subject.args, capabilities(subject.path), task.scenario, trail, exchanges=task.exchanges
+        )
+        verdict = driver.run()
         payload = encode(verdict)
         if verdict.status is RankStatus.DONE:
             return payload

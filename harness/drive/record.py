@@ -38,6 +38,8 @@ class Record:
         self.divergence: Divergence | None = None
         self.step: int | None = None
         self.stage = Stage.BUILD
+        self.unresolved = False
+        self.searched = False
         self._context = context
         self._scenario = scenario
         self._trail = trail
@@ -63,8 +65,8 @@ class Record:
 
     @property
     def clean(self) -> bool:
-        """Nothing has diverged so far: what follows is worth comparing."""
-        return self.divergence is None
+        """Nothing has diverged so far, and the reference is known: what follows is worth comparing."""
+        return self.divergence is None and not self.unresolved
 
     def diverge(self, prop: Property, message: str, difference: Difference | None = None, **fields: Any) -> None:  # noqa: ANN401
         """Record the first divergence, and tell the parent at once: this rank may not live to send its verdict.
@@ -123,6 +125,8 @@ class Record:
             weights=tuple(self._weights),
             collectives=self.collectives,
             detail=None if detail is None else sendable(detail),
+            unresolved=self.unresolved,
+            searched=self.searched,
         )
 
 

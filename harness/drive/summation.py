@@ -52,9 +52,7 @@ class Summations:
         """
         if self._explained is not None:
             yield self._explained
-        predicted = self._predicted.get(calls)
-        if predicted is None:
-            predicted = self._predicted[calls] = predict(calls, self._shard.partition)
+        predicted = self.predicted(calls).order
         nestings = list(Nesting) if len(plan.parts) > 1 else [Nesting.PARTS_INSIDE]
         for nesting in nestings:
             yield Summation(predicted, nesting)
@@ -64,6 +62,13 @@ class Summations:
         if revealed is not None and revealed.signature != predicted.signature:
             for nesting in nestings:
                 yield Summation(revealed, nesting)
+
+    def predicted(self, calls: frozenset[Call]) -> Summation:
+        """What the calls alone say: each rank adds its parts, then the ranks are added."""
+        order = self._predicted.get(calls)
+        if order is None:
+            order = self._predicted[calls] = predict(calls, self._shard.partition)
+        return Summation(order, Nesting.PARTS_INSIDE)
 
     def explained_by(self, summation: Summation) -> None:
         """This is tried first from now on."""

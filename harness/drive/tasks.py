@@ -23,10 +23,15 @@ class CheckSubject(Struct, frozen=True, tag="check"):
 
 
 class RunScenario(Struct, frozen=True, tag="run"):
-    """Drive one scenario; reply with a :class:`harness.verdict.RankVerdict`."""
+    """Drive one scenario; reply with a :class:`harness.verdict.RankVerdict`.
+
+    ``exchanges``: after each sum that rounds the ranks tell each other whether it was explained, and search together
+    for an order where it was not. Without, such a rank only says so in the end (``unresolved``).
+    """
 
     subject: SubjectName
     scenario: Scenario
+    exchanges: bool = False
 
 
 class SubjectCheck(Struct, frozen=True):

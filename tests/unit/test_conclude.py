@@ -584,3 +584,52 @@ def test_a_larger_scenario_may_take_longer_unless_a_limit_is_set(pool: CannedPoo
     assert BASE_TIMEOUT_S <= limits[0] < BASE_TIMEOUT_S + 1
     assert limits[1] > 1000
     assert limits[2] == 3.0
+
+
+# --- sums that are not added in the predicted order ------------------------------------------------------------------
+
+
+def test_a_run_with_an_unresolved_sum_decides_nothing_whatever_else_was_said() -> None:
+    """What other ranks found after it, that a rank raised or died: all may come of a wrong reference."""
+    for other in (done(1), raised(1, Stage.GATHER), killed(1)):
+        evaluation = concluded(done(0, unresolved=True), other)
+
+        assert (evaluation.conclusion, evaluation.divergence) == (Conclusion.UNRESOLVED, None)
+
+
+def unresolved_at_first(pool: CannedPool, then: Callable[[int], RankReport]) -> None:
+    def run(rank: int) -> RankReport:
+        task = pool.tasks[-1][1]
+        assert isinstance(task, RunScenario)
+        return then(rank) if task.exchanges else done(rank, unresolved=rank == 1)
+
+    pool.run_scenario = run
+
+
+def test_an_unresolved_run_is_followed_by_one_in_which_the_ranks_search_together(
+    pool: CannedPool, evaluator: Evaluator
+) -> None:
+    """And by no other without: what adds in an order of its own does so in other scenarios too."""
+    unresolved_at_first(pool, lambda rank: done(rank, searched=True))
+
+    assert [evaluator.evaluate(SCENARIO).conclusion for _ in range(2)] == [Conclusion.HOLDS] * 2
+    runs = [task.exchanges for _, task, _ in pool.tasks if isinstance(task, RunScenario)]
+    assert runs == [False, True, True]
+
+
+def test_a_sum_that_is_as_predicted_in_the_second_run_alone_is_not_determined(
+    pool: CannedPool, evaluator: Evaluator
+) -> None:
+    unresolved_at_first(pool, done)
+
+    evaluation = evaluator.evaluate(SCENARIO)
+
+    assert evaluation.conclusion is Conclusion.VIOLATED
+    assert evaluation.divergence is not None
+    assert (evaluation.divergence.property, evaluation.divergence.stage) == (Property.DETERMINISM, Stage.REDUCE)
+
+
+def test_what_the_second_run_finds_is_the_verdict(pool: CannedPool, evaluator: Evaluator) -> None:
+    unresolved_at_first(pool, killed)
+
+    assert blamed(evaluator.evaluate(SCENARIO))[:2] == (Property.PROGRESS, 0)
