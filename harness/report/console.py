@@ -204,9 +204,7 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
     oracles = {item.value: result.oracle.get(item.value, 0) for item in Oracle}
     lines.append((f"  oracles      {', '.join(f'{name} {count:,}' for name, count in oracles.items())}", ""))
     if oracles[Oracle.BOUND.value]:
-        lines.append(
-            ("  bound        no fixed order of addition explains these: right within rounding, not bit for bit", "")
-        )
+        lines.append((BOUND_LINE, ""))
     if campaign:
         lines.append(
             (f"  reached      {_count(sum(1 for count in result.reached.values() if count), 'situation')}", "")

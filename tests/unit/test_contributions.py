@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.oracles.contributions import Nesting, Reduced, any_order, contribution, interval, reduced, reduced_in_order
+from harness.oracles.contributions import (
+    Interval,
+    Nesting,
+    Reduced,
+    any_order,
+    contribution,
+    interval,
+    reduced,
+    reduced_in_order,
+)
 from harness.oracles.order import Order, Tree, fold, in_rank_order, round_bf16
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, check, steps
 from harness.scenario.situations import Situation
@@ -236,8 +245,27 @@ def test_a_contribution_is_not_changed_by_adding_to_it() -> None:
 # --- in any order -----------------------------------------------------------------------------------------------------
 
 
-def inside(value: float, center: float, bound: float) -> bool:
-    return math.isinf(bound) or same(value, center) or abs(value - center) <= bound
+def inside(value: float, center: float, bound: float, overflows: bool) -> bool:
+    if math.isnan(value) or math.isinf(value):
+        beyond_range = overflows and (math.isnan(value) or math.isfinite(center))
+        return same(value, center) or beyond_range
+    return abs(value - center) <= bound
+
+
+def around(found: Interval) -> list[tuple[float, float, bool]]:
+    """Center, bound and possible overflow of each element."""
+    return list(zip(found.center.tolist(), found.bound.tolist(), found.overflows.tolist(), strict=True))
+
+
+def all_trees(leaves: Sequence[int]) -> Iterator[Tree]:
+    """Every way of adding some terms two by two; which of two comes first does not matter."""
+    if len(leaves) == 1:
+        yield leaves[0]
+    first, *rest = leaves
+    for size in range(len(rest)):
+        for beside in itertools.combinations(rest, size):
+            others = [leaf for leaf in rest if leaf not in beside]
+            yield from itertools.product(all_trees([first, *beside]), all_trees(others))
 
 
 def terms_of(columns: Sequence[Sequence[float]]) -> list[NDArray[np.float32]]:
@@ -266,23 +294,61 @@ def columns(draw: st.DrawFn) -> list[list[float]]:
 @few
 @given(columns(), st.randoms(use_true_random=False))
 def test_every_order_of_additions_lies_within(made: list[list[float]], random: Random) -> None:
-    """Sequences and trees alike; and the bound asks nothing only where some order comes near the end of the range."""
+    """Sequences and trees alike; the bound is tight everywhere, overflow possible only near the range's end."""
     found = any_order(terms_of(made), len(made))
-    assert found.center.shape == found.bound.shape == (len(made),)
-    assert not np.isnan(found.bound).any()
+    assert found.center.shape == found.bound.shape == found.overflows.shape == (len(made),)
+    assert found.overflows.dtype == np.bool_
+    assert np.isfinite(found.bound).all()
     assert (found.bound >= 0).all()
+    assert not found.bound[~np.isfinite(found.center)].any()
     num_terms = len(made[0])
-    for column, center, bound in zip(made, found.center.tolist(), found.bound.tolist(), strict=True):
-        finite = [abs(term) for term in column if math.isfinite(term)]
-        if math.isinf(bound):
-            assert math.fsum(finite) > FP32_MAX * (1 - 2.0**-20)
-        else:
-            assert not math.isfinite(center) or bound <= num_terms * 2.0**-23 * math.fsum(finite)
+    for column, (center, bound, overflows) in zip(made, around(found), strict=True):
+        finite = math.fsum(abs(term) for term in column if math.isfinite(term))
+        assert bound <= num_terms * 2.0**-23 * finite
+        assert not overflows or finite > FP32_MAX * (1 - 2.0**-20)
+        assert not overflows or num_terms > 2
+        assert bound == 0.0 or num_terms > 2
         for _ in range(4):
             order = random.sample(range(num_terms), num_terms)
             for tree in (fold(order), random_tree(random, order)):
                 value = evaluate(tree, column.__getitem__)
-                assert inside(value, center, bound), (column, tree, value, center, bound)
+                assert inside(value, center, bound, overflows), (column, tree, value, center, bound, overflows)
+
+
+@pytest.mark.parametrize(
+    ("column", "sums"),
+    [
+        ([FP32_MAX, FP32_MAX, -FP32_MAX, -FP32_MAX], {0.0, math.inf, -math.inf, math.nan}),
+        ([FP32_MAX, -FP32_MAX, FP32_MAX], {FP32_MAX, math.inf}),
+        ([FP32_MAX, FP32_MAX, 1.0], {math.inf}),
+        ([-FP32_MAX, -(2.0**103), 2.0**103], {-FP32_MAX, 2.0**104 - FP32_MAX, -math.inf}),
+        ([math.inf, -FP32_MAX, -FP32_MAX], {math.inf, math.nan}),
+        ([-math.inf, FP32_MAX, FP32_MAX, 3.0], {-math.inf, math.nan}),
+        ([math.inf, -math.inf, FP32_MAX, FP32_MAX], {math.nan}),
+    ],
+)
+def test_each_order_that_overflows_lies_within(column: list[float], sums: set[float]) -> None:
+    """All orders there are; what they add up to is written down here, so that overflow is known to be among it."""
+    ((center, bound, overflows),) = around(any_order(terms_of([column]), 1))
+    assert overflows
+    values = [evaluate(tree, column.__getitem__) for tree in all_trees(range(len(column)))]
+    assert len(values) == {3: 3, 4: 15}[len(column)]
+    assert {str(value) for value in values} <= {str(value) for value in sums} | {"-0.0"}
+    assert all(any(same(value, wanted) for value in values) for wanted in sums)
+    assert all(inside(value, center, bound, overflows) for value in values)
+    assert bound <= len(column) * 2.0**-23 * 4 * FP32_MAX
+
+
+@few
+@given(st.lists(st.tuples(FLOATS | EXTREMES | ORDINARY, FLOATS | EXTREMES | ORDINARY), min_size=1, max_size=6))
+def test_two_terms_have_one_sum(pairs: list[tuple[float, float]]) -> None:
+    """That of fp32, in either order, and nothing beside it: the bound is 0 and nothing is said to overflow."""
+    for rows in (pairs, [(one, other) for other, one in pairs]):
+        found = any_order(terms_of(rows), len(pairs))
+        assert not found.bound.any()
+        assert not found.overflows.any()
+        for (one, other), center in zip(pairs, found.center.tolist(), strict=True):
+            assert same(center, fp32(one + other))
 
 
 @pytest.mark.parametrize(
@@ -293,34 +359,54 @@ def test_every_order_of_additions_lies_within(made: list[list[float]], random: R
         ([math.inf, 3.0, -math.inf], math.nan, 0.0),
         ([math.nan, 3.0], math.nan, 0.0),
         ([math.nan, math.inf], math.nan, 0.0),
-        ([math.inf, FP32_MAX, FP32_MAX], None, math.inf),  # -inf cannot come of it, but that is not looked at
-        ([math.inf, -FP32_MAX, -FP32_MAX], None, math.inf),  # inf, or nan when the other two are added first
+        ([math.inf, FP32_MAX, FP32_MAX], math.inf, 0.0),  # nan cannot come of it, but that is not looked at
+        ([math.inf, -FP32_MAX, -FP32_MAX], math.inf, 0.0),  # or nan when the other two are added first
+        ([-math.inf, FP32_MAX, FP32_MAX], -math.inf, 0.0),
         ([math.inf, -math.inf, FP32_MAX, FP32_MAX], math.nan, 0.0),
         ([math.nan, FP32_MAX, FP32_MAX], math.nan, 0.0),
-        ([FP32_MAX, FP32_MAX], None, math.inf),
-        ([FP32_MAX, -FP32_MAX, FP32_MAX], None, math.inf),  # inf in one order of three
+        ([FP32_MAX, FP32_MAX], math.inf, 0.0),
+        ([-FP32_MAX, -FP32_MAX], -math.inf, 0.0),
+        ([FP32_MAX, 2.0**103], math.inf, 0.0),  # half a unit in the last place too much
+        ([FP32_MAX, 2.0**102], FP32_MAX, 0.0),
+        ([math.inf, -math.inf], math.nan, 0.0),
+        ([1.0, 2.0**-24], 1.0, 0.0),  # a tie
+        ([1.0, 2.0**-23], 1.0 + 2.0**-23, 0.0),
+        ([2.0**-149, 2.0**-149], 2.0**-148, 0.0),
         ([FP32_MAX], FP32_MAX, 0.0),
         ([math.inf], math.inf, 0.0),
         ([-0.0], 0.0, 0.0),
         ([0.0, -0.0], 0.0, 0.0),
     ],
 )
-def test_what_decides_every_order_is_the_center(column: list[float], center: float | None, bound: float) -> None:
-    """Alone, and beside elements that do not share its fate."""
+def test_what_decides_every_order_is_the_center(column: list[float], center: float, bound: float) -> None:
+    """Alone, and beside elements that do not share its fate; overflow is possible where three terms may do it."""
+    can_overflow = len(column) > 2 and sum(map(abs, filter(math.isfinite, column))) > FP32_MAX
     for neighbours in ([], [[1.0] * len(column), [FP32_MAX] * len(column)]):
         found = any_order(terms_of([column, *neighbours]), 1 + len(neighbours))
         assert found.bound[0] == bound
-        assert center is None or same(float(found.center[0]), center)
+        assert same(float(found.center[0]), center)
+        assert bool(found.overflows[0]) == can_overflow
         if neighbours:
             assert found.center[1] == len(column)
-            assert found.bound[1] < 1e-5
+            assert found.bound[1] < 1e-5 if len(column) > 2 else found.bound[1] == 0.0
+            assert found.overflows[1:].tolist() == [False, len(column) > 2]
 
 
 def test_no_terms_add_up_to_zero_and_nothing_else() -> None:
     found = any_order([], 3)
     assert found.center.tolist() == [0.0] * 3
     assert found.bound.tolist() == [0.0] * 3
-    assert any_order([np.zeros(0, np.float32)] * 2, 0).bound.size == 0
+    assert found.overflows.tolist() == [False] * 3
+    for num_terms in (2, 3):
+        nothing = any_order([np.zeros(0, np.float32)] * num_terms, 0)
+        assert nothing.center.size == nothing.bound.size == nothing.overflows.size == 0
+
+
+def test_terms_are_not_changed_by_adding_them() -> None:
+    for num_terms in (1, 2, 3):
+        terms = terms_of([[1.5] * num_terms, [FP32_MAX] * num_terms, [math.inf] * num_terms])
+        any_order(terms, 3)
+        assert all(term.tolist() == [1.5, FP32_MAX, math.inf] for term in terms)
 
 
 @pytest.mark.parametrize("num_terms", [3, 4, 8])
@@ -354,13 +440,14 @@ def test_the_interval_of_a_step_is_that_of_its_contributions(name: str) -> None:
         random = Random(seed)
         for parameter in range(len(SHAPES)):
             model = Model(scenario, plan, parameter)
-            around = interval(scenario, plan, parameter)
+            found = interval(scenario, plan, parameter)
             rows = [array for row in model.by_rank for array in row if array is not None]
             alone = any_order([np.array(row, np.float32) for row in rows], model.numel)
-            assert np.array_equal(around.center, alone.center, equal_nan=True)
-            assert np.array_equal(around.bound, alone.bound)
+            assert np.array_equal(found.center, alone.center, equal_nan=True)
+            assert np.array_equal(found.bound, alone.bound)
+            assert np.array_equal(found.overflows, alone.overflows)
             for nesting in Nesting:
                 tree = random_tree(random, range(scenario.world))
                 order = Order((tree,), np.zeros(model.numel, np.intp))
                 value = reduced_in_order(scenario, plan, parameter, order, nesting).value
-                assert all(map(inside, value.tolist(), around.center.tolist(), around.bound.tolist()))
+                assert all(inside(v, *at) for v, at in zip(value.tolist(), around(found), strict=True))

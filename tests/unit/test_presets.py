@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import UsageError
 from harness.scenario.model import Clip, Domain, Parameter, Scenario, check, steps
-from harness.scenario.presets import PRESETS, campaign, memory_estimate, parameters
+from harness.scenario.presets import MAX_ROUNDING, PRESETS, campaign, memory_estimate, parameters
 from harness.scenario.values import gradient
 
 COUNTS = {
@@ -64,7 +64,8 @@ def reduced(scenario: Scenario, parameter: int) -> npt.NDArray[np.float64]:
     total = np.zeros(numel)
     for part in plan.parts:
         for contributor in part.contributors:
-            total += gradient(scenario.seed, contributor, plan.index, parameter, numel, scenario.values)
+            with np.errstate(invalid="ignore"):
+                total += gradient(scenario.seed, contributor, plan.index, parameter, numel, scenario.values)
     return total
 
 
@@ -82,7 +83,57 @@ def test_the_campaign_is_valid_and_takes_the_three_forms_in_turn(name: str, worl
         contributors = [contributor for part in plan[0].parts for contributor in part.contributors]
         assert contributors == list(range(len(plan[0].parts) * world))
         assert [part.more for part in plan[0].parts] == [True] * (len(plan[0].parts) - 1) + [False]
-    assert {(scenario.bucket, scenario.values.domain) for scenario in scenarios} == {(2**25, Domain.EXACT)}
+    assert {scenario.bucket for scenario in scenarios} == {2**25}
+    spilled = Domain.GENERAL if COUNTS[name][0] <= MAX_ROUNDING else Domain.EXACT
+    domains = [scenario.values.domain for scenario in scenarios]
+    assert domains == [Domain.EXACT, spilled, Domain.EXACT] * 2 + [Domain.EXACT]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rounds"),
+    [([(MAX_ROUNDING,)], True), ([(MAX_ROUNDING + 1,)], False), ([(MAX_ROUNDING,), (), (0,)], False)],
+)
+def test_gradients_of_long_lists_are_all_exact(shapes: list[tuple[int, ...]], rounds: bool) -> None:
+    """It is the whole list that counts, to the element."""
+    listed = [Parameter(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    scenarios = campaign(listed, 3, bucket=2**20, seed=1, examples=6)
+    assert [check(scenario) for scenario in scenarios] == [None] * 6
+    assert [scenario.values.domain is Domain.GENERAL for scenario in scenarios] == [False, rounds, False] * 2
+    exact = scenarios[0].values
+    assert all(scenario.values in (exact, scenarios[1].values) for scenario in scenarios)
+    assert (exact == scenarios[1].values) != rounds
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", ["tiny-mlp", "tiny-gpt"])
+def test_gradients_of_the_spilled_scenario_round_and_a_few_are_special(name: str, world: int) -> None:
+    """The bits of a sum depend on its order (from three contributions on); most values are ordinary ones."""
+    scenario = campaign(parameters(name), world, bucket=1000, seed=1)[1]
+    plan = next(steps(scenario))
+    rows = [
+        np.concatenate(
+            [
+                gradient(scenario.seed, contributor, plan.index, index, parameter.numel, scenario.values)
+                for index, parameter in enumerate(scenario.parameters)
+            ]
+        )
+        for part in plan.parts
+        for contributor in part.contributors
+    ]
+    assert len(rows) == 2 * world
+    every = np.concatenate(rows)
+    magnitude = np.abs(every)
+    assert np.isinf(every).any()
+    assert np.isnan(every).any()
+    assert ((magnitude > 0) & (magnitude < 2.0**-126)).any()
+    assert ((magnitude > 2.0**127) & np.isfinite(every)).any()
+    assert (np.isfinite(every) & (magnitude < 2.0**127)).mean() > 0.98
+    with np.errstate(over="ignore", invalid="ignore"):
+        forward, backward = sum(rows[1:], rows[0]), sum(rows[-2::-1], rows[-1])
+    finite = np.isfinite(forward) & np.isfinite(backward)
+    assert finite.mean() > 0.9
+    differs = (forward != backward)[finite].mean()
+    assert differs > 0.005 if world > 1 else differs == 0.0  # dozens of elements
 
 
 @pytest.mark.parametrize(("world", "form"), [(2, 0), (2, 1), (3, 0), (1, 1)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from harness.drive import shard as shard_module
 from harness.drive.shard import Difference, ShardMap
-from harness.oracles.contributions import Interval
+from harness.oracles.bounds import FP32_MAX
+from harness.oracles.contributions import Interval, any_order
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
 from harness.scenario.partition import Partition
 
@@ -268,7 +269,9 @@ def test_the_sign_of_a_zero_weight_counts() -> None:
 
 def intervals_of(case: Case, bound: float) -> list[Interval]:
     return [
-        Interval(tensor.double().view(-1).numpy().copy(), np.full(tensor.numel(), bound))
+        Interval(
+            tensor.double().view(-1).numpy().copy(), np.full(tensor.numel(), bound), np.zeros(tensor.numel(), np.bool_)
+        )
         for tensor in case.parameters()
     ]
 
@@ -319,33 +322,28 @@ def test_an_interval_holds_its_ends_and_no_nan(offset: float, inside: bool) -> N
     assert found.element == (None if inside else 2)
 
 
-def test_an_element_that_may_be_anything_is_neither_judged_nor_counted() -> None:
-    case = case_of(scenario_of(((4,),), 1, 4), Partition.from_request(4, 1, 4))
-    interval = intervals_of(case, 0.25)[0]
-    interval.bound[1] = math.inf
-    shard = case.shard(0)
-    shard[1] = NAN
-
-    found = case.shard_map(0).beyond(shard, lambda _: interval)
-
-    assert found == Difference(3)
-
-
-# Centers that are not finite ask for exactly that; what may be seen, and whether it is inside.
-DECIDED = [
-    (math.inf, 0.0, {math.inf: True, -math.inf: False, NAN: False, 3e38: False, 0.0: False}),
-    (-math.inf, 0.0, {-math.inf: True, math.inf: False, NAN: False, -3e38: False}),
-    (NAN, 0.0, {NAN: True, math.inf: False, -math.inf: False, 0.0: False}),
-    (5.0, 0.0, {5.0: True, NAN: False, math.inf: False, -math.inf: False, 5.0000005: False}),
-    (5.0, 0.5, {5.5: True, 4.5: True, 5.625: False, NAN: False, math.inf: False}),
-    (0.0, 0.0, {-0.0: True, 2.0**-149: False}),
-    (0.0, math.inf, {NAN: True, math.inf: True, -math.inf: True, 7.0: True}),
+# Center, bound and possible overflow; what may be seen there, and whether it is inside.
+JUDGED = [
+    (math.inf, 0.0, False, {math.inf: True, -math.inf: False, NAN: False, 3e38: False, 0.0: False}),
+    (-math.inf, 0.0, False, {-math.inf: True, math.inf: False, NAN: False, -3e38: False}),
+    (NAN, 0.0, False, {NAN: True, math.inf: False, -math.inf: False, 0.0: False}),
+    (5.0, 0.0, False, {5.0: True, NAN: False, math.inf: False, -math.inf: False, 5.0000005: False}),
+    (5.0, 0.5, False, {5.5: True, 4.5: True, 5.625: False, NAN: False, math.inf: False}),
+    (0.0, 0.0, False, {-0.0: True, 2.0**-149: False}),
+    # An inf that met a partial sum of the other side is nan, and never inf of that side.
+    (math.inf, 0.0, True, {math.inf: True, NAN: True, -math.inf: False, 3e38: False, 0.0: False}),
+    (-math.inf, 0.0, True, {-math.inf: True, NAN: True, math.inf: False, -3e38: False, 0.0: False}),
+    (NAN, 0.0, True, {NAN: True, math.inf: False, -math.inf: False, 0.0: False, 3e38: False}),
+    # Partial sums that overflowed never become finite again: what is finite is as near as ever.
+    (5.0, 0.5, True, {NAN: True, math.inf: True, -math.inf: True, 5.5: True, 4.5: True, 5.625: False, 0.0: False}),
+    (2.0**127, 2.0**105, True, {2.0**127 + 2.0**105: True, 2.0**127 + 2.0**106: False, FP32_MAX: False, NAN: True}),
+    (6e38, 1e32, True, {math.inf: True, -math.inf: True, NAN: True, FP32_MAX: False, -FP32_MAX: False}),
 ]
 
 
-@pytest.mark.parametrize(("center", "bound", "seen"), DECIDED)
-def test_a_center_that_is_not_finite_asks_for_exactly_that(
-    center: float, bound: float, seen: dict[float, bool]
+@pytest.mark.parametrize(("center", "bound", "overflows", "seen"), JUDGED)
+def test_an_element_is_held_against_its_center_its_bound_and_its_overflow(
+    center: float, bound: float, overflows: bool, seen: dict[float, bool]
 ) -> None:
     """In every position of a shard, among elements that are right; the difference says what was seen there."""
     case = case_of(scenario_of(((2, 2), (3,)), 2, 4), Partition.from_request(7, 2, 4))
@@ -353,6 +351,7 @@ def test_a_center_that_is_not_finite_asks_for_exactly_that(
         intervals = intervals_of(case, 0.25)
         intervals[element.parameter].center[element.element] = center
         intervals[element.parameter].bound[element.element] = bound
+        intervals[element.parameter].overflows[element.element] = overflows
         shard_map = case.shard_map(element.owner)
         for value, inside in seen.items():
             shard = case.shard(element.owner)
@@ -360,21 +359,92 @@ def test_a_center_that_is_not_finite_asks_for_exactly_that(
 
             found = shard_map.beyond(shard, intervals.__getitem__)
 
-            assert found.compared == len(case.owned(element.owner)) - math.isinf(bound)
+            assert found.compared == len(case.owned(element.owner))
             assert (found.mismatch is None) == inside, (element, value)
             if found.mismatch is not None:
                 assert where(found) == element[1:5]
                 assert found.mismatch.count == 1
-                assert np.array_equal(
-                    [found.mismatch.expected, found.mismatch.actual],
-                    np.array([center, value], np.float32),
-                    equal_nan=True,
-                )
+                assert found.bound == bound
+                with np.errstate(over="ignore"):
+                    told = np.array([center, value], np.float64).astype(np.float32)
+                assert np.array_equal([found.mismatch.expected, found.mismatch.actual], told, equal_nan=True)
+
+
+def test_overflow_of_one_element_excuses_no_other() -> None:
+    """Even next to it, in the same piece."""
+    for case in CASES:
+        for element in case.elements:
+            intervals = intervals_of(case, 0.25)
+            for interval in intervals:
+                interval.overflows[:] = True
+            intervals[element.parameter].overflows[element.element] = False
+            for value in (math.inf, -math.inf, NAN):
+                shard = case.shard(element.owner)
+                shard[[owned.position for owned in case.owned(element.owner)]] = value
+
+                found = case.shard_map(element.owner).beyond(shard, intervals.__getitem__)
+
+                assert where(found) == element[1:5]
+                assert found.mismatch is not None
+                assert found.mismatch.count == 1
+
+
+def beyond_any_order(terms: Sequence[float], value: float) -> bool:
+    """Whether one element is judged to be no sum of these."""
+    case = case_of(scenario_of(((1,),), 1, 1), Partition.from_request(1, 1, 1))
+    interval = any_order([np.array([term], np.float32) for term in terms], 1)
+    found = case.shard_map(0).beyond(torch.tensor([value], dtype=torch.float32), lambda _: interval)
+    assert found.compared == 1
+    return found.mismatch is not None
+
+
+TWO = [(1.0, 2.0**-30), (0.1, 0.7), (-3.0, 3.0), (FP32_MAX, -1.0), (2.0**-149, 2.0**-140), (FP32_MAX, FP32_MAX), (7.0,)]
+
+
+@pytest.mark.parametrize("terms", TWO)
+def test_of_two_terms_one_unit_in_the_last_place_is_outside(terms: tuple[float, ...]) -> None:
+    """On either side; with a third term that rounds there is room for some."""
+    with np.errstate(over="ignore"):
+        total = np.add.reduce(np.array(terms, np.float32))
+        near = [value for side in (math.inf, -math.inf) if (value := np.nextafter(total, np.float32(side))) != total]
+    assert near
+    assert not beyond_any_order(terms, float(total))
+    assert not beyond_any_order(terms[::-1], float(total))
+    assert all(beyond_any_order(terms, float(value)) for value in near)
+    assert beyond_any_order(terms, NAN)
+
+
+def test_of_three_terms_one_unit_in_the_last_place_may_be_the_order() -> None:
+    above = float(np.nextafter(np.float32(1.0), np.float32(2.0)))
+    assert not beyond_any_order((1.0, 2.0**-24, 2.0**-24), 1.0)
+    assert not beyond_any_order((1.0, 2.0**-24, 2.0**-24), above)
+    assert beyond_any_order((1.0, 2.0**-24, 2.0**-24), 1.0 + 4 * 2.0**-23)
+
+
+@pytest.mark.parametrize(
+    ("terms", "possible", "impossible"),
+    [
+        # The bound is a little more than 2**-23 of the magnitudes' sum.
+        ((FP32_MAX, -FP32_MAX, 1.0), (0.0, 1.0, 1e31), (1e33, -1e33, FP32_MAX)),
+        ((FP32_MAX, FP32_MAX, -FP32_MAX), (FP32_MAX, math.inf, NAN), (FP32_MAX / 2, 0.0, -FP32_MAX)),
+        ((FP32_MAX, FP32_MAX, FP32_MAX), (math.inf,), (FP32_MAX, -FP32_MAX, 0.0)),
+        ((math.inf, -FP32_MAX, -FP32_MAX), (math.inf, NAN), (-math.inf, FP32_MAX, -FP32_MAX, 0.0)),
+        ((-math.inf, 1.0, FP32_MAX, FP32_MAX), (-math.inf, NAN), (math.inf, FP32_MAX, 0.0)),
+        ((math.inf, -3.0, 4.0), (math.inf,), (-math.inf, NAN, 1.0)),
+        ((math.inf, -math.inf, FP32_MAX, FP32_MAX), (NAN,), (math.inf, -math.inf, 0.0)),
+        ((2.0**126, -(2.0**126), 2.0**100), (0.0, 2.0**100), (math.inf, -math.inf, NAN, 2.0**110)),
+    ],
+)
+def test_of_sums_that_may_overflow_nothing_is_inside_that_overflow_does_not_give(
+    terms: tuple[float, ...], possible: tuple[float, ...], impossible: tuple[float, ...]
+) -> None:
+    assert [value for value in possible if beyond_any_order(terms, value)] == []
+    assert [value for value in impossible if not beyond_any_order(terms, value)] == []
 
 
 def test_several_elements_that_are_not_finite_are_counted_together() -> None:
     case = case_of(scenario_of(((6,),), 1, 6), Partition.from_request(6, 1, 6))
-    interval = Interval(np.array([math.inf, NAN, 1.0, -math.inf, NAN, 2.0]), np.zeros(6))
+    interval = Interval(np.array([math.inf, NAN, 1.0, -math.inf, NAN, 2.0]), np.zeros(6), np.zeros(6, np.bool_))
     right = torch.tensor([math.inf, NAN, 1.0, -math.inf, NAN, 2.0])
     wrong = torch.tensor([math.inf, math.inf, 1.0, NAN, 1.0, math.inf])
 

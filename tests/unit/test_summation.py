@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from harness.drive.shard import ShardMap
 from harness.drive.summation import Summation, Summations, calls_of_step, fingerprint
 from harness.oracles.contributions import Nesting
 from harness.oracles.order import Order, fold, gloo, in_rank_order, uniform
-from harness.oracles.prediction import predict
+from harness.oracles.prediction import Call, predict
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, check
 from harness.scenario.partition import Partition
 from harness.verdict import Collective
@@ -24,15 +24,40 @@ CALLS = frozenset({("reduce_scatter", NUMEL)})
 
 
 class Probe:
-    """Answers in turn (the last answer again and again), and remembers the plans it was asked about."""
+    """Answers in turn (the last answer again and again), and remembers in which steps it was asked."""
 
     def __init__(self, *answers: Order | None) -> None:
         self.answers = answers
         self.plans: list[StepPlan] = []
 
-    def __call__(self, plan: StepPlan) -> Order | None:
-        self.plans.append(plan)
-        return self.answers[min(len(self.plans), len(self.answers)) - 1]
+    def during(self, plan: StepPlan) -> Callable[[], Order | None]:
+        def ask() -> Order | None:
+            self.plans.append(plan)
+            return self.answers[min(len(self.plans), len(self.answers)) - 1]
+
+        return ask
+
+
+class Searches:
+    """The candidates of one subject, with one probe for all steps."""
+
+    def __init__(self, world: int, probe: Probe) -> None:
+        scenario = Scenario(
+            world,
+            0,
+            (Parameter("a", (5,)), Parameter("b", (NUMEL - 5,))),
+            Values(Domain.GENERAL, 255, 0, 8),
+            AdamW(),
+            (Build(NUMEL), *plan_of(world, False).parts, Step()),
+        )
+        assert check(scenario) is None
+        partition = Partition.from_request(NUMEL, world, NUMEL)
+        self.summations = Summations(scenario, ShardMap(scenario, partition, 0, torch.device("cpu")))
+        self.explained_by = self.summations.explained_by
+        self._probe = probe
+
+    def candidates(self, plan: StepPlan, calls: frozenset[Call]) -> Iterator[Summation]:
+        return self.summations.candidates(plan, calls, self._probe.during(plan))
 
 
 def plan_of(world: int, *more: bool, index: int = 0) -> StepPlan:
@@ -41,20 +66,6 @@ def plan_of(world: int, *more: bool, index: int = 0) -> StepPlan:
         Part(one, tuple(range(number * world, (number + 1) * world)), ((),) * world) for number, one in enumerate(more)
     ]
     return StepPlan(index, tuple(parts), None, False)
-
-
-def made(world: int, probe: Probe) -> Summations:
-    scenario = Scenario(
-        world,
-        0,
-        (Parameter("a", (5,)), Parameter("b", (NUMEL - 5,))),
-        Values(Domain.GENERAL, 255, 0, 8),
-        AdamW(),
-        (Build(NUMEL), *plan_of(world, False).parts, Step()),
-    )
-    assert check(scenario) is None
-    partition = Partition.from_request(NUMEL, world, NUMEL)
-    return Summations(scenario, ShardMap(scenario, partition, 0, torch.device("cpu")), probe)
 
 
 def said(candidates: Iterator[Summation]) -> list[tuple[tuple[object, ...], Nesting]]:
@@ -75,13 +86,13 @@ REVEALED = backward(3).signature
 def test_the_predicted_order_goes_before_the_revealed_one() -> None:
     probe = Probe(backward(3))
     plan = plan_of(3, False)
-    assert said(made(3, probe).candidates(plan, CALLS)) == [(PREDICTED, INSIDE), (REVEALED, INSIDE)]
+    assert said(Searches(3, probe).candidates(plan, CALLS)) == [(PREDICTED, INSIDE), (REVEALED, INSIDE)]
     assert probe.plans == [plan]
 
 
 def test_several_parts_are_tried_in_both_nestings() -> None:
     probe = Probe(backward(3))
-    assert said(made(3, probe).candidates(plan_of(3, True, False), CALLS)) == [
+    assert said(Searches(3, probe).candidates(plan_of(3, True, False), CALLS)) == [
         (PREDICTED, INSIDE),
         (PREDICTED, ACROSS),
         (REVEALED, INSIDE),
@@ -91,7 +102,7 @@ def test_several_parts_are_tried_in_both_nestings() -> None:
 
 def test_the_prediction_is_that_of_the_calls_and_the_layout() -> None:
     partition = Partition.from_request(NUMEL, 3, NUMEL)
-    summations = made(3, Probe(None))
+    summations = Searches(3, Probe(None))
     for calls in (CALLS, frozenset({("reduce", 4)}), frozenset({("all_reduce", 1)}), frozenset(), CALLS):
         first = next(summations.candidates(plan_of(3, False), calls))
         assert first.order.signature == predict(calls, partition).signature
@@ -101,7 +112,7 @@ def test_the_prediction_is_that_of_the_calls_and_the_layout() -> None:
 
 def test_what_explained_a_step_is_tried_first_in_all_later_ones() -> None:
     """Whatever the calls and the parts; the rest follows as before."""
-    summations = made(3, Probe(backward(3)))
+    summations = Searches(3, Probe(backward(3)))
     found = Summation(in_rank_order(3, NUMEL), ACROSS)
     rest = said(summations.candidates(plan_of(3, True, False), CALLS))
     summations.explained_by(found)
@@ -121,7 +132,7 @@ def test_a_probe_that_says_nothing_new_adds_no_candidate(parts: tuple[bool, ...]
     renamed = Order(order.trees[::-1], np.array([2, 1, 0], np.intp)[order.labels])
     for answer in (None, order, renamed):
         probe = Probe(answer)
-        candidates = said(made(3, probe).candidates(plan_of(3, *parts), CALLS))
+        candidates = said(Searches(3, probe).candidates(plan_of(3, *parts), CALLS))
         assert candidates == [(PREDICTED, INSIDE), (PREDICTED, ACROSS)][: len(parts)]
         assert len(probe.plans) == 1
 
@@ -131,7 +142,7 @@ def test_a_probe_that_says_nothing_new_adds_no_candidate(parts: tuple[bool, ...]
 
 def test_nothing_is_probed_before_all_predictions_are_refused() -> None:
     probe = Probe(backward(3))
-    summations = made(3, probe)
+    summations = Searches(3, probe)
     candidates = summations.candidates(plan_of(3, True, False), CALLS)
     assert [next(candidates).nesting, next(candidates).nesting] == [INSIDE, ACROSS]
     assert not probe.plans
@@ -144,7 +155,7 @@ def test_sums_of_two_are_never_probed(world: int) -> None:
     probe = Probe(backward(world))
     predicted = gloo("reduce_scatter", NUMEL, world).signature
     for parts in ((False,), (True, False), (False, False, True)):
-        candidates = said(made(world, probe).candidates(plan_of(world, *parts), CALLS))
+        candidates = said(Searches(world, probe).candidates(plan_of(world, *parts), CALLS))
         assert candidates == [(predicted, INSIDE), (predicted, ACROSS)][: min(len(parts), 2)]
     assert not probe.plans
 
@@ -153,7 +164,7 @@ def test_sums_of_two_are_never_probed(world: int) -> None:
 def test_each_way_of_announcing_parts_is_probed_once(answer: Order | None) -> None:
     """Whatever the step, the contributors and the calls; an answer of None is an answer too."""
     probe = Probe(answer)
-    summations = made(3, probe)
+    summations = Searches(3, probe)
     ways: Sequence[tuple[bool, ...]] = ((False,), (True,), (True, False), (False, False), (True, True, False))
     for index in range(3):
         for way in ways:
@@ -163,11 +174,39 @@ def test_each_way_of_announcing_parts_is_probed_once(answer: Order | None) -> No
 
 
 def test_each_way_has_the_order_that_was_revealed_for_it() -> None:
-    summations = made(3, Probe(backward(3), in_rank_order(3, NUMEL)))
+    summations = Searches(3, Probe(backward(3), in_rank_order(3, NUMEL)))
     held, spilled = plan_of(3, False), plan_of(3, True, False)
     for _ in range(2):
         assert said(summations.candidates(held, CALLS))[-1] == (REVEALED, INSIDE)
         assert said(summations.candidates(spilled, CALLS))[-1] == (in_rank_order(3, NUMEL).signature, ACROSS)
+
+
+def test_a_step_asks_its_own_probe_and_none_of_an_earlier_step() -> None:
+    """What probing needs, the gradient of the step for one, may be another in each step."""
+    summations = Searches(3, Probe(None)).summations
+    asked: list[int] = []
+
+    def probe(step: int) -> Callable[[], Order | None]:
+        return lambda: asked.append(step)
+
+    first = summations.candidates(plan_of(3, False), CALLS, probe(0))
+    next(first)  # explained at once: never asked
+    list(summations.candidates(plan_of(3, False, index=1), CALLS, probe(1)))
+    list(summations.candidates(plan_of(3, True, False, index=2), CALLS, probe(2)))
+    list(summations.candidates(plan_of(3, False, index=3), CALLS, probe(3)))
+    assert asked == [1, 2]
+
+
+def test_a_probe_that_raises_ends_the_search_and_told_nothing() -> None:
+    summations = Searches(3, Probe(None)).summations
+
+    def fails() -> Order | None:
+        raise RuntimeError("no second instance")
+
+    with pytest.raises(RuntimeError, match="no second instance"):
+        list(summations.candidates(plan_of(3, False), CALLS, fails))
+    later = said(summations.candidates(plan_of(3, False), CALLS, lambda: backward(3)))
+    assert later == [(PREDICTED, INSIDE), (REVEALED, INSIDE)]
 
 
 @pytest.mark.parametrize(("most", "probed"), [(NUMEL - 1, False), (NUMEL, True)])
@@ -176,7 +215,7 @@ def test_a_scenario_too_large_for_a_second_instance_is_not_probed(
 ) -> None:
     monkeypatch.setattr(summation_module, "MAX_PROBED", most)
     probe = Probe(backward(3))
-    candidates = said(made(3, probe).candidates(plan_of(3, False), CALLS))
+    candidates = said(Searches(3, probe).candidates(plan_of(3, False), CALLS))
     assert candidates == [(PREDICTED, INSIDE), (REVEALED, INSIDE)][: 1 + probed]
     assert len(probe.plans) == probed
 

@@ -102,6 +102,33 @@ def test_a_divergence_of_a_rank_is_a_violation_and_the_last_record(train: Train)
     assert (result.failure.property, result.failure.step, result.failure.parameter) == ("weights", 1, "p")
 
 
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_a_step_judged_by_the_bound_on_any_rank_has_no_equal_bits(train: Train, ranks: tuple[int, ...]) -> None:
+    """It is no violation, and says nothing of the steps before and after."""
+
+    def report(rank: int, step: int) -> StepReport:
+        return _report(rank, step, oracle={"exact": 1, "bound": 2} if step == 1 and rank in ranks else {"ordered": 3})
+
+    result = train(report)
+
+    assert (result.verdict, result.failure) == ("holds", None)
+    assert [record.equal_bits for record in result.records] == [True, False, True]
+    assert [record.within_bound for record in result.records] == [False, True, False]
+
+
+def test_a_bound_that_judged_nothing_leaves_equal_bits(train: Train) -> None:
+    result = train(lambda rank, step: _report(rank, step, oracle={"ordered": 1, "bound": 0, "loose": 1}))
+
+    assert [(record.equal_bits, record.within_bound) for record in result.records] == [(True, False)] * 3
+
+
+def test_a_divergence_beyond_the_bound_is_a_violation_too(train: Train) -> None:
+    result = train(lambda rank, step: _report(rank, step, oracle={"bound": 1}, divergence=_divergence(Stage.REDUCE)))
+
+    assert result.verdict == "violated"
+    assert [(record.equal_bits, record.divergence is None) for record in result.records] == [(False, False)]
+
+
 def test_ranks_with_different_norms_are_a_violation(train: Train) -> None:
     norms = (NormObservation(0, 0, "0x2"), NormObservation(0, 1, "0x1"))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UsageError
+from harness.report.console import BOUND_LINE
 from harness.report.result import Failure
 from harness.subjects.source import SubjectSource
 from harness.train.campaign import StepRecord, TrainOptions, TrainResult, replay_command, run_training
@@ -106,6 +107,25 @@ def test_the_result_says_the_verdict_how_many_steps_were_equal_and_both_losses()
     assert "holds: zero2 on gloo, world 2, trained on a.txt, equal bits at 20 of 20 steps in 1.0 s, seed 4" in printed
     assert "sharded      loss 5.000000 to 3.100000" in printed
     assert "unsharded    loss 5.000000 to 3.100000" in printed
+
+
+def test_steps_that_were_only_within_the_bound_are_said_apart_and_explained() -> None:
+    bound = [_record(step, equal_bits=False, within_bound=True) for step in (3, 7, 8)]
+    records = [_record(step) for step in range(3)]
+
+    printed = _printed(_result([*records, *bound]))
+
+    said = "equal bits at 3 of 20 steps, 3 within the rounding bound in 1.0 s, seed 4"
+    assert f"holds: zero2 on gloo, world 2, trained on a.txt, {said}" in printed.splitlines()
+    assert BOUND_LINE in printed.splitlines()
+
+
+def test_a_run_of_equal_bits_says_nothing_of_a_bound() -> None:
+    """Nor does one in which a step differs beyond it."""
+    printed = _printed(_result([_record(0), _record(1, equal_bits=False)]))
+
+    assert "equal bits at 1 of 20 steps in 1.0 s" in printed
+    assert "bound" not in printed
 
 
 def test_a_failure_is_printed_with_its_replay_command_last() -> None:
