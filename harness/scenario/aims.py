@@ -65,7 +65,7 @@ class Form(enum.IntEnum):
 
 
 # Tables: the first entry is the simplest, repeats are weights, entries that a goal asks for together stand together.
-REQUESTS = (8, 24, 80, 250, 900)  # the requested bucket size is at most this
+REQUESTS = (8, 24, 80, 250, 900, 4000)  # the requested bucket size is at most this
 NUM_PARAMETERS = (1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 10, 12)
 NUM_STEPS = (1, 1, 2, 2, 3, 3, 4, 5, 6)
 NUM_PARTS = (1, 1, 1, 2, 2, 3, 4)
