@@ -153,7 +153,9 @@ class Driver:
         return UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
 
     def _live_memory(self) -> LiveMemory | None:
-        return LiveMemory() if self.capabilities.static_memory else None
+        # Going through all objects of a process takes its time: in each scenario one rank does, each in its turn.
+        judged = self.scenario.seed % self.scenario.world == self.rank
+        return LiveMemory() if self.capabilities.static_memory and judged else None
 
     def _contract_master(self) -> torch.nn.Parameter:
         with self._subject("attributes"):
@@ -287,12 +289,15 @@ class Driver:
         """The step's reduced gradients, by parameter; without a summation (exact domains) in any order."""
         gradients: list[Tensor] = []
         start = 0
+        look = self.rank == 0  # every rank would see the same situations
         for index, parameter in enumerate(self.scenario.parameters):
             if summation is None:
-                reduced = contributions.reduced(self.scenario, plan, index)
+                reduced = contributions.reduced(self.scenario, plan, index, look=look)
             else:
                 order = summation.order.slice(start, start + parameter.numel)
-                reduced = contributions.reduced_in_order(self.scenario, plan, index, order, summation.nesting)
+                reduced = contributions.reduced_in_order(
+                    self.scenario, plan, index, order, summation.nesting, look=look
+                )
             start += parameter.numel
             gradients.append(torch.from_numpy(reduced.value).to(self.device).view(parameter.shape))
             for situation in reduced.shows:

@@ -87,11 +87,14 @@ def has_gradient(scenario: Scenario, step: StepPlan, rank: int, part: int) -> bo
     return any(parameter not in missing for parameter in range(len(scenario.parameters)))
 
 
-def reduced(scenario: Scenario, step: StepPlan, parameter: int) -> Reduced:
-    """Sum of all ranks' and parts' gradients of one parameter, added in fp32: parts in order, then ranks in order."""
+def reduced(scenario: Scenario, step: StepPlan, parameter: int, *, look: bool = True) -> Reduced:
+    """Sum of all ranks' and parts' gradients of one parameter, added in fp32: parts in order, then ranks in order.
+
+    Without ``look`` nothing is said in ``shows``: to find it out takes about as long as the sum.
+    """
     total: NDArray[np.float32] | None = None
     num_contributions = 0
-    shows: set[Situation] = set()
+    shows: set[Situation] | None = set() if look else None
     for rank in range(scenario.world):
         own, count = _own_sum(scenario, step, rank, parameter, shows)
         num_contributions += count
@@ -103,19 +106,21 @@ def reduced(scenario: Scenario, step: StepPlan, parameter: int) -> Reduced:
             total += own
     if total is None:
         total = np.zeros(scenario.parameters[parameter].numel, np.float32)
-    if _wide(total):
+    if shows is not None and _wide(total):
         shows.add(Situation.WIDE_REDUCED_VALUE)
-    return Reduced(total, num_contributions, frozenset(shows))
+    return Reduced(total, num_contributions, frozenset(shows or ()))
 
 
-def reduced_in_order(scenario: Scenario, step: StepPlan, parameter: int, order: Order, nesting: Nesting) -> Reduced:
+def reduced_in_order(
+    scenario: Scenario, step: StepPlan, parameter: int, order: Order, nesting: Nesting, *, look: bool = True
+) -> Reduced:
     """The same sum, with the ranks of each element added as ``order`` says: one label for each of the elements.
 
     Sums that overflow, and those with inf or nan in them, come out as in a backend.
     """
     zeros = np.zeros(scenario.parameters[parameter].numel, np.float32)
     num_contributions = 0
-    shows: set[Situation] = set()
+    shows: set[Situation] | None = set() if look else None
     rows = []
     for rank in range(scenario.world):
         own, count = _own_sum(scenario, step, rank, parameter, shows)
@@ -129,14 +134,15 @@ def reduced_in_order(scenario: Scenario, step: StepPlan, parameter: int, order: 
             terms = [contribution(scenario, step, rank, part, parameter) for rank in range(scenario.world)]
             with np.errstate(over="ignore", invalid="ignore"):
                 total += add(order, [zeros if term is None else term for term in terms])
-    shows |= _seen_by(rows, total)
-    return Reduced(total, num_contributions, frozenset(shows))
+    if shows is not None:
+        shows |= _seen_by(rows, total)
+    return Reduced(total, num_contributions, frozenset(shows or ()))
 
 
 def _own_sum(
-    scenario: Scenario, step: StepPlan, rank: int, parameter: int, shows: set[Situation]
+    scenario: Scenario, step: StepPlan, rank: int, parameter: int, shows: set[Situation] | None
 ) -> tuple[NDArray[np.float32] | None, int]:
-    """A rank's sum over its parts in order (None: it has no gradient), and of how many; adds to ``shows``."""
+    """A rank's sum over its parts in order (None: it has no gradient), and of how many; adds to ``shows``, if given."""
     own: NDArray[np.float32] | None = None
     count = 0
     for part in range(len(step.parts)):
@@ -144,14 +150,14 @@ def _own_sum(
         if array is None:
             continue
         count += 1
-        if scenario.values.domain is Domain.GENERAL and _extreme(array):
+        if shows is not None and scenario.values.domain is Domain.GENERAL and _extreme(array):
             shows.add(Situation.EXTREME_VALUE)
         if own is None:
             own = array
             continue
         with np.errstate(over="ignore", invalid="ignore"):
             own += array
-        if _wide(own):
+        if shows is not None and _wide(own):
             shows.add(Situation.WIDE_PARTIAL_SUM)
     return own, count
 

@@ -57,8 +57,10 @@ def all_gone(processes: Iterable[int]) -> bool:
 
     def ended(pid: int) -> bool:
         try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+            # The first thread may be gone while others still are, and with them the process's connections.
+            num_threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
+            return num_threads <= 1 and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             return True
 
     return within_bound(lambda: all(ended(pid) for pid in processes))

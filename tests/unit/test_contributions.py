@@ -219,6 +219,28 @@ def test_the_two_nestings_and_two_orders_give_other_bits_where_sums_round() -> N
     assert patterns(1, 3) == 1
 
 
+@pytest.mark.parametrize("domain", [Domain.EXACT, Domain.GENERAL])
+def test_whoever_does_not_look_has_the_same_sum_and_sees_nothing(domain: Domain) -> None:
+    values = Values(domain, 255, -4) if domain is Domain.EXACT else Values(domain, 255, -4, 20, special=200)
+    scenario, plan = make(3, [((),) * 3] * 2, values, 5)
+    order = in_rank_order(3, scenario.parameters[0].numel)
+    pairs = [
+        (reduced(scenario, plan, 0), reduced(scenario, plan, 0, look=False)),
+        *(
+            (
+                reduced_in_order(scenario, plan, 0, order, nesting),
+                reduced_in_order(scenario, plan, 0, order, nesting, look=False),
+            )
+            for nesting in Nesting
+        ),
+    ]
+    for seen, unseen in pairs:
+        assert seen.shows
+        assert not unseen.shows
+        assert seen.value.tobytes() == unseen.value.tobytes()
+        assert seen.num_contributions == unseen.num_contributions
+
+
 @pytest.mark.parametrize("name", ["exact", "normal", "wide", "cancelling"])
 def test_in_rank_order_it_is_what_a_trainer_without_shards_adds(name: str) -> None:
     for seed in range(10):
