@@ -83,6 +83,15 @@ Examples:
   zero2-harness bench --world 2,4 --examples 40 --json bench.json
 """
 
+BENCH_EXIT_CODES = """\b
+Exit codes:
+  0    measured, whatever the ratio
+  1    the subject failed: what its scenarios cost says nothing
+  2    bad usage: one line says what
+  3    unknown: it could not be measured, and why
+  130  interrupted: what was measured is written
+"""
+
 LIST_EXAMPLES = """\b
 Examples:
   zero2-harness list
@@ -413,7 +422,7 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
         return code
 
 
-@cli.command(short_help="Measure what a scenario costs.", epilog=BENCH_EXAMPLES + "\n" + EXIT_CODES)
+@cli.command(short_help="Measure what a scenario costs.", epilog=BENCH_EXAMPLES + "\n" + BENCH_EXIT_CODES)
 @_subject_options
 @click.option(
     "--world",

@@ -347,8 +347,9 @@ class Driver:
             self.record.judged(Oracle.ORDERED)
         else:
             if self.record.clean:
-                self.record.judged(Oracle.BOUND)
                 self._compare_with_bound(prop, plan, observed)
+            if self.record.clean:
+                self.record.judged(Oracle.BOUND)
             self._adopt(observed)
 
     def _explained(self, plan: StepPlan, observed: Tensor) -> bool:

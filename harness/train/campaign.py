@@ -271,7 +271,7 @@ def _reports(step: int, outcome: Outcome, evaluation: Evaluation) -> list[StepRe
 
 def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], divergence: Divergence | None) -> StepRecord:
     first = reports[0]
-    within_bound = any(report.oracle.get(Oracle.BOUND.value) for report in reports)
+    within_bound = divergence is None and any(report.oracle.get(Oracle.BOUND.value) for report in reports)
     return StepRecord(
         step=step,
         num_parts=setup.num_parts(step),

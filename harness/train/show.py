@@ -64,7 +64,9 @@ def record_line(record: StepRecord) -> str:
     norm = f"norm {record.norm:.4f} {'in bound' if record.norm_ok else 'UNPROVEN'}"
     clipped = f"clipped {record.coefficient:.3f}" if record.coefficient != 1.0 else "unclipped    "
     found = record.divergence
-    bits = "equal bits" if found is None else f"DIFFERS: {found.property.value} at {found.stage.value}"
+    bits = "within the bound" if record.within_bound else "equal bits"
+    if found is not None:
+        bits = f"DIFFERS: {found.property.value} at {found.stage.value}"
     return f"step {record.step:>4}  {path}  {losses}  {norm}  {clipped}  {bits}"
 
 

@@ -78,7 +78,7 @@ def test_an_intermittent_bug_is_named_as_such(campaigns: Campaigns) -> None:
     failure = _violated(campaigns.run("broken.py:Nondeterministic", worlds=(1, 2), examples=60))
 
     assert failure.property == "determinism"
-    assert "runs of one case" in (failure.message or "")
+    assert "runs of" in (failure.message or "")  # of one case, or of one scenario whose sum came and went
 
 
 def _worlds(broken: Broken) -> tuple[int, ...]:
