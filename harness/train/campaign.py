@@ -265,7 +265,7 @@ def _reports(step: int, outcome: Outcome, evaluation: Evaluation) -> list[StepRe
         reason = f"step {step}: the subject does not support this run: {details[0] if details else 'no reason given'}"
         raise _StoppedError(reason, divergence)
     if divergence is None or divergence.stage not in (Stage.BUILD, Stage.COLLECT):
-        _require_repeatable(step, reports)
+        _require_repeatable(reports)
     return reports
 
 
@@ -288,14 +288,13 @@ def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], diverge
     )
 
 
-def _require_repeatable(step: int, reports: Sequence[StepReport]) -> None:
+def _require_repeatable(reports: Sequence[StepReport]) -> None:
     """Raise when a difference after the unsharded passes would be nobody's fault."""
     for report in reports:
-        doubt = report.unrepeatable
-        if report.unsharded_gradient != reports[0].unsharded_gradient:
-            doubt = f"step {step}: the unsharded trainers of two ranks computed different gradients from equal text"
-        if doubt is not None:
-            raise _StoppedError(f"{doubt}; on this machine sharded and unsharded training cannot be compared")
+        if report.unrepeatable is not None:
+            raise _StoppedError(
+                f"{report.unrepeatable}; on this machine sharded and unsharded training cannot be compared"
+            )
 
 
 def _require_evidence(record: StepRecord, reports: Sequence[StepReport]) -> None:

@@ -60,7 +60,6 @@ class StepReport(RankVerdict, frozen=True, kw_only=True):
         unrepeatable: why a difference would be nobody's fault on this machine, else None.
         losses: of this rank's parts, from the sharded trainer, in nats a byte.
         unsharded_losses: of all parts of rank 0, then all of rank 1, and so on.
-        unsharded_gradient: digest of the unsharded trainer's reduced gradient, which must not depend on the rank.
         norm_squared: of the gradient before clipping, from the subject; ``unsharded_norm_squared``: in fp64.
         norm_ok: nothing had differed when the norm had been checked, before and after clipping.
         coefficient: what the gradient was multiplied with; 1.0 when the norm was small enough.
@@ -70,7 +69,6 @@ class StepReport(RankVerdict, frozen=True, kw_only=True):
     unrepeatable: str | None = None
     losses: tuple[float, ...] = ()
     unsharded_losses: tuple[float, ...] = ()
-    unsharded_gradient: str = ""
     norm_squared: float = 0.0
     unsharded_norm_squared: float = 0.0
     norm_ok: bool = False

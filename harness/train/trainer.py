@@ -22,7 +22,7 @@ from harness.drive.record import Record
 from harness.drive.summation import Summation
 from harness.drive.trail import Trail
 from harness.launch.rank import RankBroken, RankContext
-from harness.oracles.compare import compare_bits, digest
+from harness.oracles.compare import compare_bits
 from harness.oracles.contributions import Interval
 from harness.scenario.model import Build, Clip, Domain, Operation, Parameter, Part, Scenario, Step, StepPlan, Values
 from harness.subjects.builtin import Capabilities
@@ -167,9 +167,7 @@ class TrainingDriver(Driver):
     def _reduced(self, plan: StepPlan, summation: Summation | None) -> list[Tensor]:
         if summation is None:
             raise ValueError("gradients of a training run round: there is an order to their sum")
-        reduced = self._unsharded.reduced(summation)
-        self._numbers["unsharded_gradient"] = digest(reduced)
-        return reduced
+        return self._unsharded.reduced(summation)
 
     def _exchange_passes(self) -> None:
         """Give every rank's unsharded trainer the passes of all ranks' text. Collective; not in the log."""

@@ -787,6 +787,29 @@ class NormWithoutNan(PlainZero):
         return super()._local_sq_norm(grad.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
 
 
+class AlternatesOrders(PlainZero):
+    """Bug: every second instance adds the ranks backward. Trigger: a sum of three ranks that rounds."""
+
+    _instances = 0
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        AlternatesOrders._instances += 1
+        self._backward = AlternatesOrders._instances % 2 == 1
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world == 1:
+            return flat
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        pieces = list(received.chunk(self.world))
+        first, *others = pieces[::-1] if self._backward else pieces
+        total = first.clone()
+        for piece in others:
+            total += piece
+        return total
+
+
 class CompensatesWrongly(PlainZero):
     """Bug: adds back half of what an addition lost. Trigger: a sum at three ranks that rounds by much."""
 

@@ -98,6 +98,7 @@ BROKEN: tuple[Broken, ...] = (
     _broken("OverflowSaturates", "gradient|spill", "reduce", 3, "finite contributions whose sum overflows"),
     _broken("SkipsStepWithNan", "gradient|spill", "reduce", 1, "a sum that is nan, another on the shard that is not"),
     _broken("NormWithoutNan", "norm", "norm", 1, "a gradient that is nan, none that is inf"),
+    _broken("AlternatesOrders", "determinism", "reduce", 3, "a sum of three ranks that rounds"),
     _broken("CompensatesWrongly", "gradient|spill", "reduce", 3, "a sum of three ranks that rounds"),
     _broken("NormWritesWeights", "weights", "norm", 1, "a completed step"),
     _broken("OneRankRefusesInNorm", "progress", "norm", 2, "any step"),
