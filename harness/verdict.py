@@ -168,7 +168,9 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     ``situations``: what only running shows (``scenario.situations.Situation`` values). ``detail``: message and
     traceback of what was raised. ``unresolved``: a sum was not added in the predicted order, and from there on nothing
     was compared: what all ranks say about this run decides nothing. ``searched``: such a sum came up, and the ranks
-    searched for its order together.
+    searched for its order together. ``hits``: which of the scenario's faults struck here (their indices).
+    ``changed``: what the subject changed in the process beside its own, since put back (``"default dtype"``).
+    ``recycle``: why this process should not be used any further, None when it may.
     """
 
     rank: int
@@ -183,3 +185,6 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     detail: str | None = None
     unresolved: bool = False
     searched: bool = False
+    hits: tuple[int, ...] = ()
+    changed: tuple[str, ...] = ()
+    recycle: str | None = None

@@ -27,11 +27,14 @@ class RunScenario(Struct, frozen=True, tag="run"):
 
     ``exchanges``: after each sum that rounds the ranks tell each other whether it was explained, and search together
     for an order where it was not. Without, such a rank only says so in the end (``unresolved``).
+    ``inspect``: each rank also compares what it hands to each collective with what it should hand over, which takes
+    time, to tell whose fault a wrong sum is.
     """
 
     subject: SubjectName
     scenario: Scenario
     exchanges: bool = False
+    inspect: bool = False
 
 
 class SubjectCheck(Struct, frozen=True):

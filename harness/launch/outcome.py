@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ class RankEnd(enum.Enum):
     EXITED: the process ended by itself, with any exit code, 0 too.
     KILLED: the process ended by a signal that this pool did not send (a crash; the kernel, out of memory; a person).
     TIMED_OUT: the rank had not ended at the deadline, nor had any other rank failed before.
+    STALLED: no rank of the world got on any more (see :class:`Watch`), and this one had not ended.
     ABANDONED: the pool ended the rank because another one had failed and this one did not end in the time of grace.
     """
 
@@ -24,7 +26,41 @@ class RankEnd(enum.Enum):
     EXITED = "exited"
     KILLED = "killed"
     TIMED_OUT = "timed out"
+    STALLED = "stalled"
     ABANDONED = "abandoned"
+
+
+class Activity(enum.Enum):
+    """What a rank's process was doing when the pool gave it up, by the kernel's account of it and of its children.
+
+    STOPPED: by a signal (SIGSTOP) or a debugger. BLOCKED: every thread waits, and uses no time. COMPUTING: it uses, or
+    wants, a processor. DEVICE: it waits for a disk, or for memory to be read back (uninterruptible).
+    """
+
+    STOPPED = "stopped"
+    BLOCKED = "blocked"
+    COMPUTING = "computing"
+    DEVICE = "waiting for a device"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When a task counts as hung: not by the time that passes, but when no rank gets on.
+
+    A rank gets on while ``moved(rank)`` changes, while it sends something, and while its stacks show functions that
+    they have not shown since.
+
+    Attributes:
+        moved: Something that differs when a rank has got on since it was last asked; cheap, never raises.
+        blocked_s: The task has stalled when for so many seconds no rank that has not ended got on, and none used or
+            wanted a processor or a device.
+        computing_s: Or when since anybody got on one of them has used so many seconds of processor time, alone or with
+            its children. Processor time, so that a busy machine is not taken for a hang.
+    """
+
+    moved: Callable[[int], object]
+    blocked_s: float
+    computing_s: float
 
 
 @dataclass(frozen=True)
@@ -39,6 +75,7 @@ class RankReport:
         error: What went wrong, as text ("exit code 3", "signal 9 (SIGKILL)", a traceback); None if nothing did.
         output: The end (at most 64 KiB) of what the rank printed during the task.
         stacks: Where every thread of the rank was when the pool ended it; None if it was not running then.
+        activity: What its process was doing then; None if it was not running.
     """
 
     rank: int
@@ -48,6 +85,7 @@ class RankReport:
     error: str | None
     output: str
     stacks: str | None
+    activity: Activity | None = None
 
 
 @dataclass(frozen=True)
