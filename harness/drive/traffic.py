@@ -6,7 +6,7 @@ Computed from ``spec/zero_master.md`` alone. A class subject is only asked that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from harness.scenario.model import Scenario, steps
@@ -38,6 +38,19 @@ def problem(scenario: Scenario, observed: Sequence[Collective]) -> tuple[int | N
                         f"collective {number} of this stage is {_text(shown)}, expected {_text(want)}",
                     )
     return None
+
+
+def implied(scenario: Scenario) -> Callable[[int | None, str | None], list[Expected] | None]:
+    """What is called in a ``(step, stage)`` of a scenario; None for the construction, which is not fixed here."""
+    plans = {plan.index: plan for plan in steps(scenario)}
+
+    def of(step: int | None, stage: str | None) -> list[Expected] | None:
+        plan = None if step is None else plans.get(step)
+        if plan is None or stage is None:
+            return None
+        return [] if plan.discard else _implied(scenario, Stage(stage), clipped=plan.clip is not None)
+
+    return of
 
 
 def _implied(scenario: Scenario, stage: Stage, *, clipped: bool) -> list[Expected]:

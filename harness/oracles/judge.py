@@ -13,13 +13,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
-
-# Two ranks take different parts in these, so they need not match and their order says nothing about the others.
-POINT_TO_POINT = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
-
-# What one rank contributes to these may rightly be longer than what another does.
-UNEVEN = frozenset({"all_to_all"})
+from harness.oracles import sequence
+from harness.oracles.sequence import ranks_text
+from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
 
 # What a rank says whose peer has gone: it did nothing wrong itself.
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
@@ -42,12 +38,12 @@ class Judgement:
     interface: str | None = None
 
 
-def merge(verdicts: Sequence[RankVerdict], world: int) -> Judgement:
+def merge(verdicts: Sequence[RankVerdict], world: int, implied: sequence.Implied | None = None) -> Judgement:
     """Merge the verdicts of all ranks of one scenario.
 
     The earliest (step, stage) wins. Within one, a difference in the sequence of collectives comes first (wrong values
     are its consequence), then what ranks found themselves by rank (those last whose peer had gone), then what differs
-    between ranks.
+    between ranks. ``implied``: see :func:`harness.oracles.sequence.differences`.
 
     Raises:
         ValueError: not exactly one verdict per rank, or ranks that finished without a divergence observed different
@@ -58,7 +54,10 @@ def merge(verdicts: Sequence[RankVerdict], world: int) -> Judgement:
         raise ValueError(f"verdicts of ranks {sorted(v.rank for v in verdicts)}, expected one of each of {world} ranks")
     ordered = [by_rank[rank] for rank in range(world)]
     checks: Counter[str] = Counter()
-    traffic = _traffic(ordered, checks)
+    logs = [sequence.Log(verdict.collectives, verdict.status is RankStatus.DONE) for verdict in ordered]
+    traffic, num_compared = sequence.differences(logs, implied)
+    if num_compared:
+        checks[Property.TRAFFIC.value] = num_compared
     own = [divergence for verdict in ordered if (divergence := _own(verdict)) is not None]
     own.extend(_split_status(ordered))
     across = [*_norms(ordered, checks), *_weights(ordered, checks)]
@@ -113,7 +112,8 @@ def _split_status(verdicts: Sequence[RankVerdict]) -> list[Divergence]:
                 stage=where.stage if where else Stage.BUILD,
                 step=where.step if where else None,
                 rank=ranks[0],
-                message=f"{_ranks(ranks)} {said} while {_ranks(others)} did not" + (f": {detail}" if detail else ""),
+                message=f"{ranks_text(ranks)} {said} while {ranks_text(others)} did not"
+                + (f": {detail}" if detail else ""),
             )
         )
     return found
@@ -158,8 +158,8 @@ def _norms(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Diverg
                 expected_bits=expected,
                 actual_bits=actual,
                 ulps=_ulps(expected, actual),
-                message=f"the squared norm {which} is not the same on all ranks: {_ranks(agreeing)} got {expected}, "
-                f"{_ranks(differing)} {actual}",
+                message=f"the squared norm {which} is not the same on all ranks: "
+                f"{ranks_text(agreeing)} got {expected}, {ranks_text(differing)} {actual}",
             )
         )
     return found
@@ -187,8 +187,8 @@ def _weights(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Dive
                     rank=differing[0],
                     expected=expected,
                     actual=actual,
-                    message=f"the compute weights are not the same on all ranks: {_ranks(agreeing)} have digest "
-                    f"{expected}, {_ranks(differing)} {actual}",
+                    message=f"the compute weights are not the same on all ranks: {ranks_text(agreeing)} have digest "
+                    f"{expected}, {ranks_text(differing)} {actual}",
                 )
             )
     return found
@@ -201,7 +201,9 @@ def _same_steps(verdicts: Sequence[RankVerdict], observed: Iterable[Mapping[int,
     for by_rank in observed:
         missing = [verdict.rank for verdict in verdicts if verdict.rank not in by_rank]
         if missing:
-            raise ValueError(f"{_ranks(missing)} finished without observing {what} that {_ranks(sorted(by_rank))} saw")
+            raise ValueError(
+                f"{ranks_text(missing)} finished without observing {what} that {ranks_text(sorted(by_rank))} saw"
+            )
 
 
 def _split(by_rank: Mapping[int, str]) -> tuple[tuple[str, list[int]], tuple[str, list[int]]] | None:
@@ -231,108 +233,3 @@ def _ulps(expected: str, actual: str) -> int | None:
     sign = 1 << (4 * len(expected.removeprefix("0x")) - 1)
     ordered = [bits if bits < sign else sign - bits for bits in (int(expected, 16), int(actual, 16))]
     return abs(ordered[0] - ordered[1])
-
-
-# --- the same sequence of collectives on every rank -------------------------------------------------------------------
-
-_Key = tuple[str, str, int, tuple[int, ...]]
-
-
-def _traffic(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Divergence]:
-    """Any two ranks call the same collectives, in the same order, on the groups that hold both."""
-    logs = [[call for call in verdict.collectives if call.kind not in POINT_TO_POINT] for verdict in verdicts]
-    truncated = {verdict.rank for verdict in verdicts if verdict.status is not RankStatus.DONE}
-    keys = [[_key(call) for call in log] for log in logs]
-    world = len(verdicts)
-    if all(other == keys[0] for other in keys) and all(len(key[3]) == world for key in keys[0]):
-        if world > 1 and keys[0]:
-            checks[Property.TRAFFIC.value] += len(keys[0])
-        return []
-    found = []
-    for one in range(world):
-        for other in range(one + 1, world):
-            shared = {call.group for log in (logs[one], logs[other]) for call in log if {one, other} <= set(call.group)}
-            length, differs = _first_difference(keys, one, other, shared, truncated)
-            checks[Property.TRAFFIC.value] += length
-            if differs is not None:
-                found.append(_describe_difference(logs, truncated, one, other, shared, differs))
-    return found
-
-
-def _key(call: Collective) -> _Key:
-    return call.kind, "" if call.kind in UNEVEN else call.dtype, 0 if call.kind in UNEVEN else call.length, call.group
-
-
-def _first_difference(
-    keys: Sequence[Sequence[_Key]], one: int, other: int, shared: set[tuple[int, ...]], truncated: set[int]
-) -> tuple[int, int | None]:
-    """How many calls of two ranks were compared, and the position of the first that differs."""
-    left = [key for key in keys[one] if key[3] in shared]
-    right = [key for key in keys[other] if key[3] in shared]
-    common = min(len(left), len(right))
-    for position in range(common):
-        if left[position] != right[position]:
-            return position + 1, position
-    # A rank that stopped early lacks the rest of its calls for that reason, which is reported as such.
-    shorter = one if len(left) < len(right) else other
-    if len(left) != len(right) and shorter not in truncated:
-        return common + 1, common
-    return common, None
-
-
-def _describe_difference(
-    logs: Sequence[Sequence[Collective]],
-    truncated: set[int],
-    one: int,
-    other: int,
-    shared: set[tuple[int, ...]],
-    position: int,
-) -> Divergence:
-    """The divergence for a pair of ranks, told over all ranks that share their groups."""
-    world = len(logs)
-    callers: dict[str, list[int]] = defaultdict(list)
-    calls: list[Collective] = []
-    for rank in range(world):
-        if any(rank not in group for group in shared):
-            continue
-        log = [call for call in logs[rank] if call.group in shared]
-        if position < len(log):
-            calls.append(log[position])
-            callers[_name(log[position], world)].append(rank)
-        elif rank not in truncated:
-            callers["nothing"].append(rank)
-    majority = max(callers, key=lambda name: (len(callers[name]), -callers[name][0]))
-    rest = sorted((name for name in callers if name != majority), key=lambda name: callers[name][0])
-    ordinal = _ordinal(position + 1)
-    odd = ", ".join(f"{_ranks(callers[name])} called {name}" for name in rest)
-    whose = "its" if sum(len(callers[name]) for name in rest) == 1 else "their"
-    first = min(calls, key=lambda call: _when(call))
-    return Divergence(
-        property=Property.TRAFFIC,
-        stage=Stage(first.stage) if first.stage else Stage.BUILD,
-        step=first.step,
-        rank=callers[rest[0]][0] if rest else other,
-        expected=majority,
-        actual=rest[0] if rest else None,
-        message=f"{odd} as {whose} {ordinal} collective while {_ranks(callers[majority])} called {majority}",
-    )
-
-
-def _when(call: Collective) -> tuple[int, int]:
-    stage = Stage(call.stage) if call.stage else Stage.BUILD
-    return Divergence(property=Property.TRAFFIC, stage=stage, step=call.step, message="").when
-
-
-def _name(call: Collective, world: int) -> str:
-    text = f"{call.kind} {call.dtype}[{call.length}]"
-    return text if call.group == tuple(range(world)) else f"{text} among {_ranks(call.group)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _ordinal(number: int) -> str:
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}" + {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
