@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from harness.drive import trail
+from harness import blame
+from harness.drive import traffic, trail
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, encode
+from harness.drive.trail import Left
 from harness.errors import UsageError
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport
-from harness.oracles import judge
+from harness.oracles import judge, sequence
 from harness.scenario.model import Scenario
+from harness.subjects.builtin import capabilities
 from harness.subjects.source import SubjectSource
-from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
+from harness.verdict import Divergence, Property, RankAccount, RankStatus, RankVerdict, Stage
 
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
@@ -62,6 +66,7 @@ class Evaluation:
         hung: a rank was still running at the time-out.
         output: the end of what the rank of the divergence printed, and what it raised.
         searched: a sum was not added in the predicted order, and the ranks searched for the order together.
+        accounts: what each rank was doing, where that is what matters.
     """
 
     conclusion: Conclusion
@@ -74,6 +79,7 @@ class Evaluation:
     output: str = ""
     seconds: float = 0.0
     searched: bool = False
+    accounts: tuple[RankAccount, ...] = ()
 
 
 def start_pool(backend: str = "gloo") -> RankPool:
@@ -87,6 +93,7 @@ class Evaluator:
     def __init__(self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None) -> None:
         self.timeout_s = timeout_s
         self._subject = SubjectName(subject.absolute, subject.args)
+        self._capabilities = capabilities(subject.absolute)
         self._pool = pool
         self._imported: set[int] = set()
         self._exchanges = False
@@ -104,7 +111,9 @@ class Evaluator:
         _require_working(outcome)
         if not outcome.replied:
             report = _first_failed(outcome)
-            raise UsageError(f"importing the subject ended rank {report.rank}: {_end_text(report)}{_tail(report)}")
+            raise UsageError(
+                f"importing the subject ended rank {report.rank}: {report.error or report.end.value}{_tail(report)}"
+            )
         for report in outcome.ranks:
             problem = _check.decode(report.reply or b"").problem
             if problem is not None:
@@ -137,7 +146,14 @@ class Evaluator:
         crashed = _crashed(self._pool.incidents[before:])
         if crashed is not None:
             return crashed
-        return conclude(outcome, lambda rank: trail.read(self._pool.directory, scenario.world, rank))
+        return conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
+
+    def _lefts(self, world: int) -> Callable[[int], Left]:
+        """Reads each rank's trail once, when it is asked for."""
+        return functools.cache(lambda rank: trail.read(self._pool.directory, world, rank))
+
+    def _implied(self, scenario: Scenario) -> sequence.Implied | None:
+        return traffic.implied(scenario) if self._capabilities.traffic else None
 
     def crashed_when_idle(self, world: int) -> Evaluation | None:
         """A violation when a rank of this world, if there is any, ended after it had sent its last verdict."""
@@ -160,12 +176,13 @@ class Evaluator:
         return BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * work
 
 
-Trail = tuple[int | None, Stage, tuple[Collective, ...]]
-Trails = Callable[[int], Trail]
+def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.Implied | None = None) -> Evaluation:
+    """What all ranks' reports on one task mean together.
 
-
-def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
-    """What all ranks' reports on one task mean together; ``trails(rank)`` is the trail that a rank left.
+    Args:
+        outcome: Of the task.
+        lefts: What a rank left behind.
+        implied: The collectives that the subject's layout implies, where it promises them.
 
     Raises:
         UsageError, UndecidedError: see :meth:`Evaluator.evaluate`.
@@ -175,14 +192,15 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
         verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
         if any(verdict.unresolved for verdict in verdicts):
             return Evaluation(Conclusion.UNRESOLVED, seconds=outcome.seconds)
-        left = [_left_behind(report, trails(report.rank)) for report in outcome.ranks if report.reply is None]
-        judgement = judge.merge([*verdicts, *left], outcome.world)
+        silent = [_left_behind(report, lefts(report.rank)) for report in outcome.ranks if report.reply is None]
+        judgement = judge.merge([*verdicts, *silent], outcome.world, implied)
     except (msgspec.MsgspecError, ValueError) as error:
         raise UndecidedError(f"the ranks' reports make no sense: {error}") from error
     if judgement.interface is not None:
         raise UsageError(judgement.interface)
-    if left:
-        judgement = dataclasses.replace(judgement, divergence=_blame(outcome, judgement.divergence, trails))
+    sent = {verdict.rank: verdict for verdict in verdicts}
+    if silent:
+        judgement = dataclasses.replace(judgement, divergence=blame.cause(outcome, judgement.divergence, sent, lefts))
     if judgement.divergence is not None:
         conclusion = Conclusion.VIOLATED
     elif judgement.unsupported:
@@ -202,11 +220,21 @@ def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
         oracle=oracle,
         situations=frozenset(situation for verdict in verdicts for situation in verdict.situations),
         fingerprint=_fingerprint(verdicts, judgement.divergence),
-        hung=any(report.end is RankEnd.TIMED_OUT for report in outcome.ranks),
+        hung=any(report.end in (RankEnd.TIMED_OUT, RankEnd.STALLED) for report in outcome.ranks),
         output=_output(outcome, verdicts, judgement.divergence),
         seconds=outcome.seconds,
         searched=any(verdict.searched for verdict in verdicts),
+        accounts=_accounts(outcome, judgement.divergence, sent, lefts),
     )
+
+
+def _accounts(
+    outcome: Outcome, found: Divergence | None, sent: dict[int, RankVerdict], lefts: Callable[[int], Left]
+) -> tuple[RankAccount, ...]:
+    """Of all ranks, where how they ended is what matters."""
+    if found is None or found.property not in (Property.PROGRESS, Property.TRAFFIC):
+        return ()
+    return blame.accounts(outcome, found, sent, lefts)
 
 
 def _changed_its_sum(second: Evaluation) -> Evaluation:
@@ -244,49 +272,15 @@ def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> 
     return (encode(divergence), *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
 
 
-def _left_behind(report: RankReport, left: Trail) -> RankVerdict:
+def _left_behind(report: RankReport, left: Left) -> RankVerdict:
     """What is known of a rank that sent no verdict: what it reported on the way, and the trail of its calls."""
     events = [_divergence.decode(event) for event in report.events]
     return RankVerdict(
         rank=report.rank,
         status=RankStatus.SILENT,
         divergence=events[0] if events else None,
-        collectives=left[2],
+        collectives=left.collectives,
     )
-
-
-def _blame(outcome: Outcome, found: Divergence | None, trails: Trails) -> Divergence:
-    """The cause when not every rank sent a verdict.
-
-    A difference that was seen before comes first. Then a rank that ended by itself (the others then only lose their
-    connections to it), one that raised, and last one that was still running at the time-out.
-    """
-    if found is not None and found.property is not Property.PROGRESS:
-        return found
-    silent = [report for report in outcome.ranks if report.reply is None]
-    died = [report for report in silent if report.end in (RankEnd.EXITED, RankEnd.KILLED)]
-    stuck = [report for report in silent if report.end is RankEnd.TIMED_OUT]
-    if died:
-        first = _first_failed(outcome)
-        return _no_verdict(first if first in died else died[0], trails)
-    return found if found is not None else _no_verdict((stuck or silent)[0], trails)
-
-
-def _no_verdict(report: RankReport, trails: Trails) -> Divergence:
-    step, stage, _ = trails(report.rank)
-    return Divergence(
-        property=Property.PROGRESS,
-        step=step,
-        stage=stage,
-        rank=report.rank,
-        message=f"rank {report.rank} sent no verdict: {_end_text(report)}",
-    )
-
-
-def _end_text(report: RankReport) -> str:
-    if report.end is RankEnd.TIMED_OUT:
-        return "it was still running when its time was up; --timeout gives it more"
-    return report.error or report.end.value
 
 
 def _first_failed(outcome: Outcome) -> RankReport:

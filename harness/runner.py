@@ -514,6 +514,7 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
         **{**summary, "message": divergence.message + note},
         scenario=describe(found.scenario),
         output=found.evaluation.output or None,
+        ranks=found.evaluation.accounts or None,
         case=None if path is None else os.fspath(path),
         replay=None if path is None else _replay_command(options, path, same_subject=named == subject),
     )

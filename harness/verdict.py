@@ -188,3 +188,24 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     hits: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()
     recycle: str | None = None
+
+
+class RankAccount(Struct, frozen=True, kw_only=True):
+    """What is known of one rank of a run that failed.
+
+    ``cause``: it is the rank that the failure names. ``end``: how it ended, in words. ``step``, ``stage``: where it
+    was, or ended. ``num_collectives``: how many it called; ``last_collectives``: the last of these, in words.
+    ``where``: the subject's line that it was in when it was stopped, ``stacks`` all its threads then. ``output``: the
+    end of what it printed.
+    """
+
+    rank: int
+    cause: bool
+    end: str
+    step: int | None
+    stage: str
+    num_collectives: int
+    last_collectives: tuple[str, ...] = ()
+    where: str | None = None
+    stacks: str | None = None
+    output: str | None = None

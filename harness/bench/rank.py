@@ -23,7 +23,7 @@ from harness.launch.rank import RankBroken, RankContext
 from harness.oracles import contributions
 from harness.oracles.reference import build_adamw
 from harness.scenario.model import Scenario, StepPlan, steps
-from harness.subjects.load import capabilities
+from harness.subjects.builtin import capabilities
 from harness.verdict import RankStatus
 
 

@@ -98,6 +98,7 @@ class Driver:
             for plan in steps(self.scenario):
                 self._step(plan)
             self._finish()
+            self.record.finish()
         except SubjectRaisedError as raised:
             self.record.diverge(Property.PROGRESS, str(raised))  # of a refusal: where, should other ranks not refuse
             status = RankStatus.UNSUPPORTED if raised.unsupported else RankStatus.RAISED

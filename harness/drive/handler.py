@@ -11,7 +11,8 @@ from harness.drive.driver import Driver
 from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Trail
 from harness.launch.rank import RankBroken, RankContext
-from harness.subjects.load import SubjectError, capabilities, load_class
+from harness.subjects.builtin import capabilities
+from harness.subjects.load import SubjectError, load_class
 from harness.verdict import RankStatus
 
 # The first optimizer of a process makes torch import its compiler, a second of work. This module is imported before

@@ -63,6 +63,10 @@ class Record:
         self._collectives.append(collective)
         self._trail.call(collective)
 
+    def finish(self) -> None:
+        """The subject was driven to the end."""
+        self._trail.finish()
+
     @property
     def clean(self) -> bool:
         """Nothing has diverged so far, and the reference is known: what follows is worth comparing."""

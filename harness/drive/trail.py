@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,8 +26,12 @@ class _Call(Struct, frozen=True, tag="call", array_like=True):
     collective: Collective
 
 
+class _Finished(Struct, frozen=True, tag="finished", array_like=True):
+    pass
+
+
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Mark | _Call).decode
+_decode = msgspec.json.Decoder(_Mark | _Call | _Finished).decode
 
 
 _ROOM = 2**16  # bytes; more where a scenario needs it
@@ -58,6 +63,10 @@ class Trail:
         """The rank is about to call a collective."""
         self._append(_encode(_Call(collective)))
 
+    def finish(self) -> None:
+        """The rank was driven to the end of its scenario; what is left is to send the verdict."""
+        self._append(_encode(_Finished()))
+
     def _append(self, entry: bytes) -> None:
         end = self._end + len(entry) + 1
         if end >= len(self._memory):
@@ -70,25 +79,56 @@ class Trail:
         return mmap.mmap(self._descriptor, size)
 
 
-def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tuple[Collective, ...]]:
-    """``(step, stage, collectives)``: the last stage that a rank entered in its scenario, and all it called."""
+@dataclass(frozen=True)
+class Left:
+    """What a rank left behind of its scenario.
+
+    Attributes:
+        step: The step it had entered, None in the construction.
+        stage: The stage it had entered.
+        collectives: All it called.
+        finished: It was driven to the end.
+    """
+
+    step: int | None = None
+    stage: Stage = Stage.BUILD
+    collectives: tuple[Collective, ...] = ()
+    finished: bool = False
+
+
+def read(directory: Path, world: int, rank: int) -> Left:
+    """What a rank has left behind by now."""
     step: int | None = None
     stage = Stage.BUILD
     collectives: list[Collective] = []
-    try:
-        lines = _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    finished = False
+    for line in _lines(directory, world, rank):
         try:
             entry = _decode(line)
         except msgspec.MsgspecError:  # the last line of a rank that was killed while it wrote
             break
         if isinstance(entry, _Mark):
             step, stage = entry.step, entry.stage
-        else:
+        elif isinstance(entry, _Call):
             collectives.append(entry.collective)
-    return step, stage, tuple(collectives)
+        else:
+            finished = True
+    return Left(step, stage, tuple(collectives), finished)
+
+
+def position(directory: Path, world: int, rank: int) -> int:
+    """A number that differs when the rank has got on since it was last asked for."""
+    try:
+        return len(_path(directory, world, rank).read_bytes().rstrip(b"\0"))
+    except OSError:
+        return 0
+
+
+def _lines(directory: Path, world: int, rank: int) -> list[bytes]:
+    try:
+        return _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
+    except OSError:
+        return []
 
 
 def _path(directory: Path, world: int, rank: int) -> Path:

@@ -18,7 +18,14 @@ from harness.oracles.sequence import ranks_text
 from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
 
 # What a rank says whose peer has gone: it did nothing wrong itself.
-_PEER_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "caused pair closure",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ def merge(verdicts: Sequence[RankVerdict], world: int, implied: sequence.Implied
     own.extend(_split_status(ordered))
     across = [*_norms(ordered, checks), *_weights(ordered, checks)]
     candidates = [*((0, found) for found in traffic), *((1, found) for found in own), *((2, found) for found in across)]
-    lost = {verdict.rank for verdict in ordered if _peer_lost(verdict)}
+    lost = {verdict.rank for verdict in ordered if peer_lost(verdict)}
     first = min(
         candidates,
         key=lambda entry: (entry[1].when, entry[0], entry[0] == 1 and entry[1].rank in lost, entry[1].rank or 0),
@@ -119,7 +126,8 @@ def _split_status(verdicts: Sequence[RankVerdict]) -> list[Divergence]:
     return found
 
 
-def _peer_lost(verdict: RankVerdict) -> bool:
+def peer_lost(verdict: RankVerdict) -> bool:
+    """Whether all that went wrong on a rank is that another one was no longer there."""
     if verdict.status is not RankStatus.RAISED or verdict.divergence is None:
         return False
     if verdict.divergence.property is not Property.PROGRESS:

@@ -20,10 +20,11 @@ from rich.text import Text
 
 from harness.report.result import Failure, Result
 from harness.scenario.model import Clip, Discard, Scenario, Values, steps
-from harness.verdict import Oracle, Property
+from harness.verdict import Oracle, Property, RankAccount
 
 LINE_INTERVAL_S = 5.0
 OUTPUT_LINES = 20
+LAST_COLLECTIVES = 3
 
 _STYLES = {"holds": "bold green", "violated": "bold red", "unknown": "bold yellow"}
 
@@ -239,12 +240,29 @@ def failure_lines(failure: Failure) -> list[str]:
     for label, value in rows:
         if value is not None:
             lines.append(_labelled(label, str(value)))
+    lines.extend(line for account in failure.ranks or () for line in _account(account))
     if failure.output and failure.output.strip():
         lines.extend(_output(failure.output))
     for label, value in (("case", failure.case), ("replay", failure.replay)):
         if value is not None:
             lines.append(_labelled(label, value))
     return lines
+
+
+def _account(account: RankAccount) -> list[str]:
+    """How one rank ended and where it was, in two or three lines; the cause is marked."""
+    place = account.stage if account.step is None else f"step {account.step}, {account.stage}"
+    label = f"rank {account.rank}{' !' if account.cause else ''}"
+    lines = [_labelled(label, f"{place}: {_headline_of(account.end)}")]
+    if account.last_collectives:
+        lines.append(_labelled("", f"called {', '.join(account.last_collectives[-LAST_COLLECTIVES:])}"))
+    if account.where:
+        lines.append(_labelled("", f"at {account.where}"))
+    return lines
+
+
+def _headline_of(end: str) -> str:
+    return end.strip().partition("\n")[0]
 
 
 def listing_lines(listing: Mapping[str, Mapping[str, str] | Sequence[str]]) -> list[str]:

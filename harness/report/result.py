@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 import harness
+from harness.verdict import RankAccount
 
 SCHEMA = 1
 
@@ -49,7 +50,8 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``*_bits`` are hex
     strings. ``message`` is one sentence, ``scenario`` the case in a few words, ``output`` the end of what the ranks
-    printed, ``case`` the saved case's path, ``replay`` the command that runs it again.
+    printed, ``case`` the saved case's path, ``replay`` the command that runs it again. ``ranks`` says of each rank how
+    it ended and where it was, where that is what failed (progress, traffic).
     """
 
     property: str
@@ -72,6 +74,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     output: str | None = None
     case: str | None = None
     replay: str | None = None
+    ranks: tuple[RankAccount, ...] | None = None
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -43,3 +43,9 @@ BUILTIN: dict[str, Builtin] = {
         summary="zero2core.ZeroMaster: fp32 masters, AdamW moments and gradients sharded (ZeRO-2)",
     ),
 }
+
+
+def capabilities(subject: str) -> Capabilities:
+    """What may be asked of the subject: a built-in's own promises, else the class contract."""
+    builtin = BUILTIN.get(subject)
+    return builtin.capabilities if builtin else CLASS_SUBJECT

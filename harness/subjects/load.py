@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from harness.errors import exception_text, sendable
-from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
+from harness.subjects.builtin import BUILTIN
 
 METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
 ATTRIBUTES = ("master", "has_grad", "spills")
@@ -22,12 +22,6 @@ ATTRIBUTES = ("master", "has_grad", "spills")
 
 class SubjectError(Exception):
     """The subject cannot be used: it does not import, or lacks the interface. The message is for its author."""
-
-
-def capabilities(subject: str) -> Capabilities:
-    """What may be asked of the subject: a built-in's own promises, else the class contract."""
-    builtin = BUILTIN.get(subject)
-    return builtin.capabilities if builtin else CLASS_SUBJECT
 
 
 def load_class(subject: str, args: dict[str, Any] | None = None) -> type:

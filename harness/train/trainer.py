@@ -25,8 +25,8 @@ from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.compare import compare_bits
 from harness.oracles.contributions import Interval
 from harness.scenario.model import Build, Clip, Domain, Operation, Parameter, Part, Scenario, Step, StepPlan, Values
-from harness.subjects.builtin import Capabilities
-from harness.subjects.load import SubjectError, capabilities, load_class
+from harness.subjects.builtin import Capabilities, capabilities
+from harness.subjects.load import SubjectError, load_class
 from harness.train.messages import StepReport, TrainSetup, decode_task, encode
 from harness.train.model import build_model
 from harness.train.text import draw_batch

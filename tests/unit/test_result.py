@@ -17,7 +17,7 @@ RESULT_FIELDS = {
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",
-    "expected_bits", "actual_bits", "ulps", "mismatches", "symptom", "case", "replay", "message",
+    "expected_bits", "actual_bits", "ulps", "mismatches", "symptom", "case", "replay", "message", "ranks",
         "scenario", "output",
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
-from harness.subjects.load import METHODS, SubjectError, capabilities, has_full_master, load_class, missing_attributes
+from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities, capabilities
+from harness.subjects.load import METHODS, SubjectError, has_full_master, load_class, missing_attributes
 
 SUBJECTS = Path(__file__).parent.parent / "subjects"
 

@@ -1,0 +1,274 @@
+"""Who is to blame when not every rank sent a verdict, and what each rank was doing: from what the ranks left behind.
+
+The earliest failure is the cause; what other ranks then suffer (a closed connection, a wait without end) is told as its
+consequence. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from harness.drive.trail import Left
+from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport
+from harness.oracles import judge, sequence
+from harness.verdict import Collective, Divergence, Property, RankAccount, RankStatus, RankVerdict, Stage
+
+_LAST_CALLS = 8
+_DIED = (RankEnd.EXITED, RankEnd.KILLED)
+_STUCK = (RankEnd.STALLED, RankEnd.TIMED_OUT)
+
+
+def cause(
+    outcome: Outcome, found: Divergence | None, verdicts: Mapping[int, RankVerdict], lefts: Callable[[int], Left]
+) -> Divergence:
+    """The divergence to report for a run in which at least one rank sent no verdict.
+
+    A difference that was seen before comes first, in values or in the sequence of collectives. Then the rank that ended
+    by itself or raised first; last a rank that did not get on, of several the one that the others wait for.
+
+    Args:
+        outcome: Of the task.
+        found: What the verdicts and trails show together (:func:`harness.oracles.judge.merge`).
+        verdicts: Of the ranks that sent one.
+        lefts: What a rank left behind.
+    """
+    if found is not None and found.property is not Property.PROGRESS:
+        return found
+    silent = [report for report in outcome.ranks if report.reply is None]
+    first = None if outcome.first_failed is None else outcome.ranks[outcome.first_failed]
+    raised = None if found is None or found.rank is None else outcome.ranks[found.rank]
+    if raised is not None and raised.rank in verdicts and judge.peer_lost(verdicts[raised.rank]):
+        raised = None
+    died = [report for report in silent if report.end in _DIED]
+    if died and not (raised is not None and first is not None and first.rank == raised.rank):
+        return _ended(first if first in died else died[0], lefts)
+    if raised is not None and found is not None:
+        return found
+    if not silent and found is not None:
+        return found
+    everyone = {
+        report.rank: _told(verdicts[report.rank]) if report.rank in verdicts else lefts(report.rank)
+        for report in outcome.ranks
+    }
+    return _stuck(silent, everyone)
+
+
+def accounts(
+    outcome: Outcome,
+    found: Divergence | None,
+    verdicts: Mapping[int, RankVerdict],
+    lefts: Callable[[int], Left],
+) -> tuple[RankAccount, ...]:
+    """What is known of each rank of a run that failed."""
+    return tuple(_account(report, found, verdicts.get(report.rank), lefts, outcome.world) for report in outcome.ranks)
+
+
+def _account(
+    report: RankReport,
+    found: Divergence | None,
+    verdict: RankVerdict | None,
+    lefts: Callable[[int], Left],
+    world: int,
+) -> RankAccount:
+    left = lefts(report.rank) if verdict is None else _told(verdict)
+    calls = left.collectives
+    last = calls[-_LAST_CALLS:]
+    first_number = len(calls) - len(last) + 1
+    stack = Stack.of(report.stacks)
+    return RankAccount(
+        rank=report.rank,
+        cause=found is not None and found.rank == report.rank,
+        end=_end_of(report, verdict),
+        step=left.step,
+        stage=left.stage.value,
+        num_collectives=len(calls),
+        last_collectives=tuple(
+            f"{sequence.ordinal(first_number + index)}: {sequence.name(call, world)} ({_place(call)})"
+            for index, call in enumerate(last)
+        ),
+        where=None if stack is None else stack.subject_frame,
+        stacks=report.stacks,
+        output="\n".join(filter(None, (report.output, verdict.detail if verdict is not None else None))) or None,
+    )
+
+
+def _told(verdict: RankVerdict) -> Left:
+    """The same of a rank that sent its verdict: that says more than the trail."""
+    calls, found = verdict.collectives, verdict.divergence
+    step, stage = (found.step, found.stage) if found is not None else (None, Stage.BUILD)
+    if found is None and calls:
+        step, stage = calls[-1].step, Stage(calls[-1].stage or Stage.BUILD.value)
+    return Left(step, stage, calls, finished=verdict.status is RankStatus.DONE)
+
+
+def _end_of(report: RankReport, verdict: RankVerdict | None) -> str:
+    if verdict is None:
+        return report.error or report.end.value
+    if verdict.status is RankStatus.DONE:
+        return "sent its verdict"
+    if judge.peer_lost(verdict):
+        return "lost its connection to another rank"
+    said = (verdict.detail or "").strip().rpartition("\n")[2]
+    return f"{verdict.status.value}: {said}" if said else verdict.status.value
+
+
+def _place(call: Collective) -> str:
+    stage = call.stage or "build"
+    return stage if call.step is None else f"{stage} of step {call.step}"
+
+
+# --- a rank that ended ------------------------------------------------------------------------------------------------
+
+
+def _ended(report: RankReport, lefts: Callable[[int], Left]) -> Divergence:
+    left = lefts(report.rank)
+    after = ""
+    if left.finished:
+        after = ", after the last stage"
+    elif left.collectives:
+        number, call = sequence.ordinal(len(left.collectives)), left.collectives[-1]
+        after = f", after it had called its {number} collective, {sequence.name(call, _world_of(call))}"
+    return Divergence(
+        property=Property.PROGRESS,
+        step=left.step,
+        stage=left.stage,
+        rank=report.rank,
+        message=f"rank {report.rank} sent no verdict: {report.error or report.end.value}{after}",
+    )
+
+
+def _world_of(call: Collective) -> int:
+    return max(call.group, default=0) + 1
+
+
+# --- ranks that do not get on -----------------------------------------------------------------------------------------
+
+
+def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Divergence:
+    world = len(everyone)
+    suspects = _suspects(silent, everyone)
+    report = suspects[0]
+    left = everyone[report.rank]
+    named = len(suspects) < len(silent) or len(silent) == 1
+    waiting = [rank for rank in (other.rank for other in silent) if rank not in {one.rank for one in suspects}]
+    who = f"rank {report.rank}" if named else sequence.ranks_text([one.rank for one in suspects])
+    did = "finished the scenario but sent no verdict" if left.finished else "did not get on"
+    text = f"{who} {did}: {_why(report)}"
+    missed = _missed(report.rank, everyone, world)
+    if missed and waiting:
+        text += f"; {sequence.ranks_text(waiting)} wait for its {missed}"
+    elif not named and left.collectives:
+        number, call = sequence.ordinal(len(left.collectives)), left.collectives[-1]
+        text += f"; all of them called their {number} collective, {sequence.name(call, world)}"
+    return Divergence(
+        property=Property.PROGRESS,
+        step=left.step,
+        stage=left.stage,
+        rank=report.rank if named else None,
+        message=text,
+    )
+
+
+def _why(report: RankReport) -> str:
+    if report.end is RankEnd.TIMED_OUT:
+        closed = f"{report.error}; " if report.error and "connection" in report.error else ""
+        return f"{closed}it was still running when its time was up; --timeout gives it more"
+    if report.end is RankEnd.STALLED:
+        more = "" if report.activity is Activity.STOPPED else "; --stall gives it more"
+        return f"{report.error}{more}"
+    return report.error or report.end.value
+
+
+def _missed(rank: int, everyone: Mapping[int, Left], world: int) -> str:
+    """The next collective of a rank by what the others called: ``3rd collective, all_gather bf16[48]``."""
+    position = len(_common(everyone[rank]))
+    for other in everyone.values():
+        calls = _common(other)
+        if len(calls) > position:
+            return f"{sequence.ordinal(position + 1)} collective, {sequence.name(calls[position], world)}"
+    return ""
+
+
+def _common(left: Left) -> list[Collective]:
+    return [call for call in left.collectives if call.kind not in sequence.POINT_TO_POINT]
+
+
+def _suspects(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> list[RankReport]:
+    """Of the ranks that did not end those that the others wait for; all of them where nothing tells them apart.
+
+    Each rule in turn, the first that holds for some and not for all: stopped by a signal; called fewer collectives
+    than others, who wait for the next; done with the scenario (so it waits for nobody); computing while the others
+    wait; not in a collective.
+    """
+    fewest = min(len(_common(everyone[report.rank])) for report in silent)
+    most = max(len(_common(left)) for left in everyone.values())
+    rules: tuple[Callable[[RankReport], bool], ...] = (
+        lambda report: report.end is not RankEnd.ABANDONED,
+        lambda report: report.activity is Activity.STOPPED,
+        lambda report: fewest < most and len(_common(everyone[report.rank])) == fewest,
+        lambda report: everyone[report.rank].finished,
+        lambda report: report.activity is Activity.COMPUTING,
+        lambda report: (stack := Stack.of(report.stacks)) is not None and not stack.in_collective,
+    )
+    left = list(silent)
+    for rule in rules:
+        chosen = [report for report in left if rule(report)]
+        left = chosen or left
+        if len(left) == 1:
+            break
+    return left
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_HARNESS = re.compile(r"/harness/(launch|drive|faults)/")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def in_torch(self) -> bool:
+        return "-packages/torch/" in self.file
+
+    @property
+    def in_subject(self) -> bool:
+        standard = "/lib/python3" in self.file and "-packages/" not in self.file
+        return not (standard or self.in_torch or self.file.startswith("<") or _HARNESS.search(self.file))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The frames of the thread in which a rank drives its subject, innermost first (as faulthandler writes them)."""
+
+    frames: tuple[_Frame, ...]
+
+    @staticmethod
+    def of(text: str | None) -> Stack | None:
+        """Found in the stacks of all threads of a rank; None where they do not show it."""
+        for block in re.split(r"^(?=Thread |Current thread )", text or "", flags=re.MULTILINE):
+            frames = tuple(_Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block))
+            if any(frame.function == "_serve" and _HARNESS.search(frame.file) for frame in frames):
+                return Stack(frames)
+        return None
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether it is inside a function of torch.distributed, or waits for one to complete."""
+        inner = self.frames[:4]
+        return any(frame.in_torch and "/distributed/" in frame.file for frame in inner) or (
+            bool(inner) and inner[0].function == "wait"
+        )
+
+    @property
+    def subject_frame(self) -> str | None:
+        """``zero_master.py:210 in reduce_scatter``: the innermost frame that is neither torch's nor the harness's."""
+        frame = next((frame for frame in self.frames if frame.in_subject), None)
+        return None if frame is None else f"{PurePath(frame.file).name}:{frame.line} in {frame.function}"
