@@ -11,10 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from msgspec.structs import replace
+
 from harness.drive.trail import Left
 from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport
 from harness.oracles import judge, sequence
-from harness.verdict import Collective, Divergence, Property, RankAccount, RankStatus, RankVerdict, Stage
+from harness.verdict import (
+    STAGE_ORDER,
+    Collective,
+    Divergence,
+    Handed,
+    Property,
+    RankAccount,
+    RankStatus,
+    RankVerdict,
+    Stage,
+)
 
 _LAST_CALLS = 8
 _DIED = (RankEnd.EXITED, RankEnd.KILLED)
@@ -118,6 +130,55 @@ def _end_of(report: RankReport, verdict: RankVerdict | None) -> str:
 def _place(call: Collective) -> str:
     stage = call.stage or "build"
     return stage if call.step is None else f"{stage} of step {call.step}"
+
+
+# --- a wrong value ----------------------------------------------------------------------------------------------------
+
+
+def attributed(found: Divergence, verdicts: Sequence[RankVerdict]) -> Divergence:
+    """The same divergence at the rank whose doing it is, where that can be told; ``found`` as it is where not.
+
+    A wrong sum shows on the rank that owns it, and is the fault of the one that contributed a wrong value. A wrong
+    weight that all ranks see alike was handed out by its owner.
+
+    Args:
+        found: In a scenario whose ranks looked at what they handed over (``RunScenario.inspect``).
+        verdicts: Of all ranks of that run.
+    """
+    notes = {
+        verdict.rank: [note for note in verdict.handed if (note.step, STAGE_ORDER[note.stage]) <= found.when]
+        for verdict in verdicts
+    }
+    guilty = [rank for rank, noted in notes.items() if noted]
+    if guilty and len(guilty) < len(verdicts):
+        return _at_the_giver(found, guilty[0], notes[guilty[0]][0], len(verdicts))
+    if found.property is Property.WEIGHTS and found.owner is not None and found.stage is Stage.GATHER:
+        own = [verdict.divergence for verdict in verdicts]
+        if all(other is not None and _same_place(other, found) for other in own):
+            return replace(
+                found, rank=found.owner, message=f"{found.message}; every rank has that from rank {found.owner}"
+            )
+    return found
+
+
+def _at_the_giver(found: Divergence, rank: int, note: Handed, world: int) -> Divergence:
+    if note.instead is None:
+        return replace(found, rank=rank, message=f"{found.message}: rank {rank} {note.message}")
+    others = sequence.ranks_text([other for other in range(world) if other != rank])
+    return Divergence(
+        property=Property.TRAFFIC,
+        stage=note.stage,
+        step=note.step,
+        rank=rank,
+        bucket=note.bucket,
+        message=f"rank {rank} {note.message} and {others} handed that over: two collectives of equal size in another "
+        "order, which the backend does not notice",
+    )
+
+
+def _same_place(one: Divergence, other: Divergence) -> bool:
+    places = [(each.property, each.when, each.parameter, each.element, each.actual_bits) for each in (one, other)]
+    return places[0] == places[1]
 
 
 # --- a rank that ended ------------------------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ _divergence = msgspec.msgpack.Decoder(Divergence)
 _check = msgspec.msgpack.Decoder(SubjectCheck)
 
 
+# What a wrong value that one rank handed to a collective shows as.
+_ATTRIBUTABLE = (Property.GRADIENT, Property.SPILL, Property.OWNERSHIP, Property.NORM, Property.WEIGHTS)
+
+
 class UndecidedError(Exception):
     """The harness itself failed: nothing can be said about the subject (exit code 3)."""
 
@@ -67,6 +71,8 @@ class Evaluation:
         output: the end of what the rank of the divergence printed, and what it raised.
         searched: a sum was not added in the predicted order, and the ranks searched for the order together.
         accounts: what each rank was doing, where that is what matters.
+        changed: what the subject changed in its processes beside its own, put back since.
+        recycled: why the ranks were replaced after this run; None if they go on.
     """
 
     conclusion: Conclusion
@@ -80,6 +86,8 @@ class Evaluation:
     seconds: float = 0.0
     searched: bool = False
     accounts: tuple[RankAccount, ...] = ()
+    changed: frozenset[str] = frozenset()
+    recycled: str | None = None
 
 
 def start_pool(backend: str = "gloo") -> RankPool:
@@ -137,16 +145,19 @@ class Evaluator:
         return evaluation
 
     def _evaluate(self, scenario: Scenario) -> Evaluation:
+        return self._ran(scenario)[1]
+
+    def _ran(self, scenario: Scenario, *, inspect: bool = False) -> tuple[Outcome, Evaluation]:
         self.prepare(scenario.world)
         before = len(self._pool.incidents)
-        task = RunScenario(self._subject, scenario, self._exchanges)
+        task = RunScenario(self._subject, scenario, self._exchanges, inspect)
         outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario))
         if not outcome.replied:
             self._imported.discard(scenario.world)  # the next run starts fresh ranks
         crashed = _crashed(self._pool.incidents[before:])
         if crashed is not None:
-            return crashed
-        return conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
+            return outcome, crashed
+        return outcome, conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
 
     def _lefts(self, world: int) -> Callable[[int], Left]:
         """Reads each rank's trail once, when it is asked for."""
@@ -154,6 +165,17 @@ class Evaluator:
 
     def _implied(self, scenario: Scenario) -> sequence.Implied | None:
         return traffic.implied(scenario) if self._capabilities.traffic else None
+
+    def attributed(self, scenario: Scenario, evaluation: Evaluation) -> Evaluation:
+        """A violation with the rank whose doing it is, where one more run can tell; else as it is."""
+        found = evaluation.divergence
+        if found is None or scenario.world == 1 or found.property not in _ATTRIBUTABLE:
+            return evaluation
+        outcome, again = self._ran(scenario, inspect=True)
+        if again.divergence is None or again.divergence.when != found.when or not outcome.replied:
+            return evaluation
+        verdicts = [_verdict.decode(report.reply or b"") for report in outcome.ranks]
+        return dataclasses.replace(evaluation, divergence=blame.attributed(found, verdicts))
 
     def crashed_when_idle(self, world: int) -> Evaluation | None:
         """A violation when a rank of this world, if there is any, ended after it had sent its last verdict."""
@@ -225,6 +247,8 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         seconds=outcome.seconds,
         searched=any(verdict.searched for verdict in verdicts),
         accounts=_accounts(outcome, judgement.divergence, sent, lefts),
+        changed=frozenset(name for verdict in verdicts for name in verdict.changed),
+        recycled=next((f"rank {said.rank}: {said.recycle}" for said in verdicts if said.recycle is not None), None),
     )
 
 

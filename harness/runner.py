@@ -105,6 +105,8 @@ class _Tally:
     checks: Counter[str] = field(default_factory=Counter)
     oracle: Counter[str] = field(default_factory=Counter)
     reached: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
+    recycled: list[str] = field(default_factory=list)
 
     @property
     def num_run(self) -> int:
@@ -115,6 +117,9 @@ class _Tally:
         return time.monotonic() - self.began
 
     def add(self, scenario: Scenario, evaluation: Evaluation) -> None:
+        self.changed.update(evaluation.changed)
+        if evaluation.recycled is not None:
+            self.recycled.append(evaluation.recycled)
         if evaluation.conclusion is Conclusion.UNSUPPORTED:
             self.discarded += 1
             self.declined.update(situation.value for situation in reached(scenario))
@@ -197,7 +202,8 @@ def replay_case(
                 found = _Found(scenario, first)
             evaluation = first if first.hung else _repeated(evaluator, scenario, first, tally)
             if evaluation.conclusion is Conclusion.VIOLATED:
-                found = _Found(scenario, evaluation)
+                found = _Found(scenario, evaluation)  # should the next line be interrupted
+                found = _Found(scenario, evaluator.attributed(scenario, evaluation))
             elif evaluation.conclusion is Conclusion.UNSUPPORTED:
                 reason = "the subject says that this case is outside its space (NotImplementedError)"
             elif _compared_nothing(evaluation.checks):
@@ -360,6 +366,8 @@ class _Search:
         self.best = _Found(scenario, confirmed)
         if _property(confirmed) is not Property.DETERMINISM:
             self._shrink(index, _property(confirmed))
+        smallest = self.best
+        self.best = _Found(smallest.scenario, self.evaluator.attributed(smallest.scenario, smallest.evaluation))
         return self.best
 
     def _shrink(self, index: int, prop: Property | None) -> None:
@@ -487,6 +495,8 @@ def _result(
         oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties={prop.value: tally.checks[prop.value] for prop in Property},
         reached={situation.value: tally.reached[situation.value] for situation in Situation},
+        changed=dict(tally.changed),
+        recycled=tuple(tally.recycled),
         versions=results.versions(),
         failure=None if found is None else _failure(options, found, replayed),
         reason=reason,

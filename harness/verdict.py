@@ -146,6 +146,21 @@ class WeightsObservation(Struct, frozen=True, array_like=True):
     digest: str
 
 
+class Handed(Struct, frozen=True, kw_only=True):
+    """Something that a rank handed to a collective and that is not what it should have handed over.
+
+    ``bucket`` is the one that was due, ``instead`` the one that was handed over, where it was another one.
+    """
+
+    step: int
+    stage: Stage
+    message: str
+    bucket: int | None = None
+    instead: int | None = None
+    parameter: str | None = None
+    element: int | None = None
+
+
 class RankStatus(enum.Enum):
     """How the scenario ended on a rank.
 
@@ -170,7 +185,8 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     was compared: what all ranks say about this run decides nothing. ``searched``: such a sum came up, and the ranks
     searched for its order together. ``hits``: which of the scenario's faults struck here (their indices).
     ``changed``: what the subject changed in the process beside its own, since put back (``"default dtype"``).
-    ``recycle``: why this process should not be used any further, None when it may.
+    ``recycle``: why this process should not be used any further, None when it may. ``handed``: what it handed to
+    collectives wrongly, where that was looked at.
     """
 
     rank: int
@@ -188,6 +204,7 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     hits: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()
     recycle: str | None = None
+    handed: tuple[Handed, ...] = ()
 
 
 class RankAccount(Struct, frozen=True, kw_only=True):

@@ -212,6 +212,11 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
         )
         if missing and complete:
             lines.append((f"  not reached  {', '.join(missing)}", ""))
+    if result.changed:
+        lines.append((f"  put back     {_counts(result.changed)}", ""))
+    if result.recycled:
+        times = _count(len(result.recycled), "time")
+        lines.append((f"  replaced     the ranks of a world, {times}; the first: {result.recycled[0]}", ""))
     if result.failure is not None:
         lines.append(("", ""))
         lines.extend((line, "") for line in failure_lines(result.failure))

@@ -81,7 +81,9 @@ class Result(Struct, frozen=True, kw_only=True):
     """One campaign's or replay's result; ``seconds`` is wall time, rates are examples per second.
 
     ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
-    ``reached``: situation -> scenarios that had it. ``reason`` says why the verdict is unknown, else None.
+    ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
+    own (and what was put back) -> scenarios in which it did. ``recycled``: for each time that ranks were replaced
+    because of what had piled up in them, why. ``reason`` says why the verdict is unknown, else None.
     """
 
     verdict: Verdict
@@ -95,6 +97,8 @@ class Result(Struct, frozen=True, kw_only=True):
     oracle: dict[str, int] = {}
     properties: dict[str, int] = {}
     reached: dict[str, int] = {}
+    changed: dict[str, int] = {}
+    recycled: tuple[str, ...] = ()
     versions: dict[str, str] = {}
     failure: Failure | None = None
     reason: str | None = None

@@ -13,7 +13,7 @@ from harness.report.result import Examples, Failure, Result, WorldExamples, to_j
 
 RESULT_FIELDS = {
     "schema", "verdict", "subject", "backend", "worlds", "seed", "examples", "seconds", "examples_per_second", "oracle",
-    "properties", "reached", "versions", "failure", "reason", "interrupted",
+    "properties", "reached", "changed", "recycled", "versions", "failure", "reason", "interrupted",
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",
