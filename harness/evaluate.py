@@ -20,7 +20,7 @@ from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankRepor
 from harness.oracles import judge
 from harness.scenario.model import Scenario
 from harness.subjects.source import SubjectSource
-from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
+from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
 
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
@@ -160,8 +160,7 @@ class Evaluator:
         return BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * work
 
 
-Trail = tuple[int | None, Stage, tuple[Collective, ...]]
-Trails = Callable[[int], Trail]
+Trails = Callable[[int], trail.Left]
 
 
 def conclude(outcome: Outcome, trails: Trails) -> Evaluation:
@@ -244,14 +243,15 @@ def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> 
     return (encode(divergence), *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))
 
 
-def _left_behind(report: RankReport, left: Trail) -> RankVerdict:
+def _left_behind(report: RankReport, left: trail.Left) -> RankVerdict:
     """What is known of a rank that sent no verdict: what it reported on the way, and the trail of its calls."""
     events = [_divergence.decode(event) for event in report.events]
     return RankVerdict(
         rank=report.rank,
         status=RankStatus.SILENT,
         divergence=events[0] if events else None,
-        collectives=left[2],
+        collectives=left.collectives,
+        hits=left.hits,
     )
 
 
@@ -273,11 +273,11 @@ def _blame(outcome: Outcome, found: Divergence | None, trails: Trails) -> Diverg
 
 
 def _no_verdict(report: RankReport, trails: Trails) -> Divergence:
-    step, stage, _ = trails(report.rank)
+    left = trails(report.rank)
     return Divergence(
         property=Property.PROGRESS,
-        step=step,
-        stage=stage,
+        step=left.step,
+        stage=left.stage,
         rank=report.rank,
         message=f"rank {report.rank} sent no verdict: {_end_text(report)}",
     )

@@ -27,6 +27,7 @@ from harness.drive.shard import Difference, ShardMap
 from harness.drive.summation import Prober, Summation, Summations, calls_of_step, fingerprint
 from harness.drive.trail import Trail
 from harness.errors import exception_text
+from harness.faults.inject import Injector, stay_silent
 from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import compare_bits, digest
@@ -90,14 +91,24 @@ class Driver:
         self.rank = context.rank
         self.device = torch.device(context.device)
         self.record = Record(context, scenario, trail)
+        self.faults = Injector(scenario.faults, self.rank, self.record) if scenario.faults else None
+        if self.faults is not None:
+            context.collectives.intercept = self.faults.intercept
 
     def run(self) -> RankVerdict:
         """Drive the scenario to its end, or to the first exception of the subject."""
+        verdict = self._run()
+        if self.faults is not None and self.faults.mutes():
+            stay_silent()
+        return verdict
+
+    def _run(self) -> RankVerdict:
         try:
             self._build()
             for plan in steps(self.scenario):
                 self._step(plan)
             self._finish()
+            self.record.finish()
         except SubjectRaisedError as raised:
             self.record.diverge(Property.PROGRESS, str(raised))  # of a refusal: where, should other ranks not refuse
             status = RankStatus.UNSUPPORTED if raised.unsupported else RankStatus.RAISED
@@ -111,6 +122,8 @@ class Driver:
     @contextmanager
     def _subject(self, call: str) -> Iterator[None]:
         try:
+            if self.faults is not None:
+                self.faults.subject_called()
             yield
         except BaseException as error:  # a rank is never interrupted from outside: this too is the subject's
             raise SubjectRaisedError(f"{self.cls.__name__}.{call}", error) from error

@@ -49,6 +49,7 @@ class Record:
         self._norms: list[NormObservation] = []
         self._weights: list[WeightsObservation] = []
         self._collectives: list[Collective] = []
+        self._hits: list[int] = []
         trail.begin()
         context.collectives.mirror = self._called
 
@@ -62,6 +63,16 @@ class Record:
         collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value)
         self._collectives.append(collective)
         self._trail.call(collective)
+
+    def hit(self, fault: int) -> None:
+        """A fault of the scenario, by its index, is about to strike; it may be the last thing this rank does."""
+        if fault not in self._hits:
+            self._hits.append(fault)
+            self._trail.hit(fault)
+
+    def finish(self) -> None:
+        """The scenario was driven to its end."""
+        self._trail.finish()
 
     @property
     def clean(self) -> bool:
@@ -127,6 +138,7 @@ class Record:
             detail=None if detail is None else sendable(detail),
             unresolved=self.unresolved,
             searched=self.searched,
+            hits=tuple(self._hits),
         )
 
 

@@ -1,13 +1,15 @@
 """Where a rank is and what it has called, kept in a file that outlives it. No torch.
 
-A rank that dies or hangs sends no verdict. The parent then reads here which step and stage it had entered and which
-collectives it had called, to tell a rank that failed from those that only lost their connection to it.
+A rank that dies or hangs sends no verdict. The parent then reads here which step and stage it had entered, which
+collectives it had called, which faults of the scenario had struck it, and whether it had come to the end, to tell a
+rank that failed from those that only lost their connection to it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,15 +27,41 @@ class _Call(Struct, frozen=True, tag="call", array_like=True):
     collective: Collective
 
 
+class _Hit(Struct, frozen=True, tag="hit", array_like=True):
+    fault: int
+
+
+class _Finished(Struct, frozen=True, tag="finished", array_like=True):
+    pass
+
+
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Mark | _Call).decode
+_decode = msgspec.json.Decoder(_Mark | _Call | _Hit | _Finished).decode
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a rank left behind of its scenario.
+
+    Attributes:
+        step, stage: the last stage it entered.
+        collectives: all it called, in order.
+        hits: which of the scenario's faults struck it (their indices), in order.
+        finished: it drove the scenario to its end.
+    """
+
+    step: int | None = None
+    stage: Stage = Stage.BUILD
+    collectives: tuple[Collective, ...] = ()
+    hits: tuple[int, ...] = ()
+    finished: bool = False
 
 
 _ROOM = 2**16  # bytes; more where a scenario needs it
 
 
 class Trail:
-    """The rank's end: one line for each stage entered and each collective called, in the file at once.
+    """The rank's end: one line for each stage entered, each collective called and each fault, in the file at once.
 
     The file is memory that the rank shares with whoever reads it: a store, and not a call of the system's, for each of
     the many entries. What follows the last line is zeros.
@@ -58,6 +86,14 @@ class Trail:
         """The rank is about to call a collective."""
         self._append(_encode(_Call(collective)))
 
+    def hit(self, fault: int) -> None:
+        """A fault of the scenario, by its index, is about to strike the rank."""
+        self._append(_encode(_Hit(fault)))
+
+    def finish(self) -> None:
+        """The rank has driven the scenario to its end."""
+        self._append(_encode(_Finished()))
+
     def _append(self, entry: bytes) -> None:
         end = self._end + len(entry) + 1
         if end >= len(self._memory):
@@ -70,11 +106,13 @@ class Trail:
         return mmap.mmap(self._descriptor, size)
 
 
-def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tuple[Collective, ...]]:
-    """``(step, stage, collectives)``: the last stage that a rank entered in its scenario, and all it called."""
+def read(directory: Path, world: int, rank: int) -> Left:
+    """What a rank has left behind of its scenario so far; nothing where there is no trail."""
     step: int | None = None
     stage = Stage.BUILD
     collectives: list[Collective] = []
+    hits: list[int] = []
+    finished = False
     try:
         lines = _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
     except OSError:
@@ -84,11 +122,16 @@ def read(directory: Path, world: int, rank: int) -> tuple[int | None, Stage, tup
             entry = _decode(line)
         except msgspec.MsgspecError:  # the last line of a rank that was killed while it wrote
             break
-        if isinstance(entry, _Mark):
-            step, stage = entry.step, entry.stage
-        else:
-            collectives.append(entry.collective)
-    return step, stage, tuple(collectives)
+        match entry:
+            case _Mark():
+                step, stage = entry.step, entry.stage
+            case _Call():
+                collectives.append(entry.collective)
+            case _Hit():
+                hits.append(entry.fault)
+            case _Finished():
+                finished = True
+    return Left(step, stage, tuple(collectives), tuple(hits), finished)
 
 
 def _path(directory: Path, world: int, rank: int) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, decode_task, encode
-from harness.drive.trail import Trail
+from harness.drive.trail import Left, Trail
 from harness.errors import UsageError
 from harness.evaluate import BASE_TIMEOUT_S, Conclusion, Evaluation, Evaluator, UndecidedError, conclude
 from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
@@ -29,8 +29,7 @@ from harness.verdict import (
     WeightsObservation,
 )
 
-LeftBehind = tuple[int | None, Stage, tuple[Collective, ...]]
-NO_TRAIL: LeftBehind = (None, Stage.BUILD, ())
+NO_TRAIL = Left()
 
 
 def verdict(rank: int, status: RankStatus = RankStatus.DONE, **fields: Any) -> RankVerdict:
@@ -81,7 +80,7 @@ def abandoned(rank: int) -> RankReport:
 
 
 def concluded(
-    *reports: RankReport, first_failed: int | None = None, trails: Mapping[int, LeftBehind] | None = None
+    *reports: RankReport, first_failed: int | None = None, trails: Mapping[int, Left] | None = None
 ) -> Evaluation:
     """``first_failed``: by default the lowest rank that did not reply."""
     failed = [report.rank for report in reports if report.end is not RankEnd.REPLIED]
@@ -200,7 +199,7 @@ def test_an_interface_that_lacks_on_some_ranks_only_is_a_violation(other: RankRe
 @pytest.mark.parametrize("code", [0, 1, 255])
 def test_a_rank_that_exits_is_a_violation_whatever_its_code(code: int) -> None:
     """Exit code 0 is no verdict."""
-    evaluation = concluded(done(0), exited(1, code), trails={1: (3, Stage.GATHER, ())})
+    evaluation = concluded(done(0), exited(1, code), trails={1: Left(3, Stage.GATHER)})
 
     assert blamed(evaluation) == (Property.PROGRESS, 1, 3, Stage.GATHER)
     assert evaluation.divergence is not None
@@ -210,7 +209,7 @@ def test_a_rank_that_exits_is_a_violation_whatever_its_code(code: int) -> None:
 
 
 def test_a_killed_rank_is_a_violation_where_its_trail_ends() -> None:
-    evaluation = concluded(killed(0), done(1), trails={0: (0, Stage.NORM, ()), 1: (9, Stage.GATHER, ())})
+    evaluation = concluded(killed(0), done(1), trails={0: Left(0, Stage.NORM), 1: Left(9, Stage.GATHER)})
 
     assert blamed(evaluation) == (Property.PROGRESS, 0, 0, Stage.NORM)
     assert evaluation.divergence is not None
@@ -222,7 +221,7 @@ def test_a_rank_that_left_no_trail_ended_before_the_first_step() -> None:
 
 
 def test_a_rank_that_hangs_is_a_violation_and_said_to_hang() -> None:
-    evaluation = concluded(done(0), timed_out(1), trails={1: (1, Stage.NORM, ())})
+    evaluation = concluded(done(0), timed_out(1), trails={1: Left(1, Stage.NORM)})
 
     assert blamed(evaluation) == (Property.PROGRESS, 1, 1, Stage.NORM)
     assert evaluation.hung
@@ -231,7 +230,7 @@ def test_a_rank_that_hangs_is_a_violation_and_said_to_hang() -> None:
 
 
 def test_of_several_that_hang_the_first_is_named() -> None:
-    trails = {0: (0, Stage.COLLECT, ()), 1: (1, Stage.NORM, ()), 2: (1, Stage.NORM, ())}
+    trails = {0: Left(0, Stage.COLLECT), 1: Left(1, Stage.NORM), 2: Left(1, Stage.NORM)}
 
     assert blamed(concluded(done(0), timed_out(1), timed_out(2), trails=trails)) == (
         Property.PROGRESS,
@@ -264,7 +263,7 @@ PEER_LOST = "Connection closed by peer"
     ],
 )
 def test_who_is_blamed(reports: Sequence[RankReport], first_failed: int, rank: int) -> None:
-    trails: dict[int, LeftBehind] = dict.fromkeys(range(3), (0, Stage.REDUCE, ()))
+    trails: dict[int, Left] = dict.fromkeys(range(3), Left(0, Stage.REDUCE))
 
     evaluation = concluded(*reports, first_failed=first_failed, trails=trails)
 
@@ -275,7 +274,7 @@ def test_who_is_blamed(reports: Sequence[RankReport], first_failed: int, rank: i
 def test_a_difference_that_was_told_before_the_end_comes_first(end: RankEnd) -> None:
     """By the rank that then ended itself: the wrong value may well be why it died."""
     found = diverged(Property.GRADIENT, Stage.REDUCE, 1, rank=1)
-    evaluation = concluded(done(0), silent(1, end, None, found), trails={1: (4, Stage.GATHER, ())})
+    evaluation = concluded(done(0), silent(1, end, None, found), trails={1: Left(4, Stage.GATHER)})
 
     assert evaluation.divergence == found
 
@@ -283,7 +282,7 @@ def test_a_difference_that_was_told_before_the_end_comes_first(end: RankEnd) -> 
 @pytest.mark.parametrize("end", [RankEnd.KILLED, RankEnd.EXITED, RankEnd.TIMED_OUT])
 def test_a_difference_that_another_rank_saw_comes_before_a_death(end: RankEnd) -> None:
     found = diverged(Property.GRADIENT, Stage.REDUCE, 1, rank=0)
-    evaluation = concluded(done(0, divergence=found), silent(1, end), trails={1: (0, Stage.GATHER, ())})
+    evaluation = concluded(done(0, divergence=found), silent(1, end), trails={1: Left(0, Stage.GATHER)})
 
     assert evaluation.divergence == found
 
@@ -306,9 +305,9 @@ def call(kind: str, stage: Stage = Stage.REDUCE, step: int | None = 0, length: i
 def test_ranks_that_called_different_things_are_told_by_their_trails(end: RankEnd) -> None:
     """Why they hang or die: each waits in a collective that the other never joins."""
     shared = call("all_reduce", step=0, stage=Stage.NORM)
-    trails: dict[int, LeftBehind] = {
-        0: (1, Stage.REDUCE, (shared, call("reduce_scatter", step=1))),
-        1: (1, Stage.REDUCE, (shared, call("all_gather", step=1))),
+    trails: dict[int, Left] = {
+        0: Left(1, Stage.REDUCE, (shared, call("reduce_scatter", step=1))),
+        1: Left(1, Stage.REDUCE, (shared, call("all_gather", step=1))),
     }
 
     evaluation = concluded(timed_out(0), silent(1, end), trails=trails)
@@ -322,7 +321,7 @@ def test_ranks_that_called_different_things_are_told_by_their_trails(end: RankEn
 
 def test_a_trail_is_compared_with_the_calls_in_a_verdict() -> None:
     said = verdict(0, collectives=(call("all_reduce"), call("all_gather")))
-    trails: dict[int, LeftBehind] = {1: (0, Stage.REDUCE, (call("all_reduce"), call("all_gather", length=9)))}
+    trails: dict[int, Left] = {1: Left(0, Stage.REDUCE, (call("all_reduce"), call("all_gather", length=9)))}
 
     assert blamed(concluded(replied(said), timed_out(1), trails=trails))[0] is Property.TRAFFIC
 
@@ -330,7 +329,7 @@ def test_a_trail_is_compared_with_the_calls_in_a_verdict() -> None:
 def test_a_trail_that_only_ends_earlier_is_no_difference_of_calls() -> None:
     """The rank lacks the rest because it died."""
     said = verdict(0, collectives=(call("all_reduce"), call("all_gather")))
-    trails: dict[int, LeftBehind] = {1: (0, Stage.REDUCE, (call("all_reduce"),))}
+    trails: dict[int, Left] = {1: Left(0, Stage.REDUCE, (call("all_reduce"),))}
 
     evaluation = concluded(replied(said), killed(1), trails=trails)
 
@@ -340,9 +339,9 @@ def test_a_trail_that_only_ends_earlier_is_no_difference_of_calls() -> None:
 def test_a_trail_of_a_rank_that_sent_its_verdict_is_not_asked_for() -> None:
     """Its verdict says more; and a trail may already belong to another process."""
 
-    def trails(rank: int) -> LeftBehind:
+    def trails(rank: int) -> Left:
         assert rank == 1
-        return (0, Stage.NORM, ())
+        return Left(0, Stage.NORM)
 
     conclude(Outcome(2, (done(0), killed(1)), 0.0, 1), trails)
 

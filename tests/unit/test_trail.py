@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.drive.trail import Trail, read
+from harness.drive.trail import Left, Trail, read
 from harness.verdict import Collective, Stage
 
-NOTHING = (None, Stage.BUILD, ())
+NOTHING = Left()
 DIGEST = Collective("all_gather_object", "", 0, (0, 1), None, "build")
 REDUCE = Collective("reduce_scatter", "fp32", 96, (0, 1), 0, "reduce")
 GATHER = Collective("all_gather", "bf16", 48, (1,), 3, "gather")
@@ -34,7 +34,7 @@ def write_all(trail: Trail) -> None:
 def test_the_last_stage_and_all_calls_are_read_back(tmp_path: Path) -> None:
     write_all(Trail(tmp_path, 2, 1))
 
-    assert read(tmp_path, 2, 1) == (3, Stage.GATHER, (DIGEST, REDUCE, GATHER))
+    assert read(tmp_path, 2, 1) == Left(3, Stage.GATHER, (DIGEST, REDUCE, GATHER))
 
 
 def test_every_entry_can_be_read_at_once(tmp_path: Path) -> None:
@@ -43,9 +43,24 @@ def test_every_entry_can_be_read_at_once(tmp_path: Path) -> None:
     assert read(tmp_path, 1, 0) == NOTHING
     for stage in Stage:
         trail.enter(5, stage)
-        assert read(tmp_path, 1, 0) == (5, stage, ())
+        assert read(tmp_path, 1, 0) == Left(5, stage)
     trail.call(REDUCE)
-    assert read(tmp_path, 1, 0) == (5, Stage.GATHER, (REDUCE,))
+    assert read(tmp_path, 1, 0) == Left(5, Stage.GATHER, (REDUCE,))
+
+
+def test_faults_that_struck_and_the_end_are_read_back(tmp_path: Path) -> None:
+    """Each at once: a fault may end the rank, and a rank that has finished may still send no verdict."""
+    trail = Trail(tmp_path, 2, 1)
+    trail.enter(0, Stage.REDUCE)
+    trail.hit(2)
+    assert read(tmp_path, 2, 1) == Left(0, Stage.REDUCE, hits=(2,))
+    trail.call(REDUCE)
+    trail.hit(0)
+    trail.finish()
+    assert read(tmp_path, 2, 1) == Left(0, Stage.REDUCE, (REDUCE,), hits=(2, 0), finished=True)
+
+    trail.begin()
+    assert read(tmp_path, 2, 1) == NOTHING
 
 
 def test_a_new_scenario_forgets_the_one_before(tmp_path: Path) -> None:
@@ -56,7 +71,7 @@ def test_a_new_scenario_forgets_the_one_before(tmp_path: Path) -> None:
 
     trail.enter(0, Stage.COLLECT)
 
-    assert read(tmp_path, 2, 0) == (0, Stage.COLLECT, ())
+    assert read(tmp_path, 2, 0) == Left(0, Stage.COLLECT)
     assert file_of(tmp_path).read_bytes().count(b"\n") == 1
 
 
@@ -73,7 +88,7 @@ def test_each_rank_of_each_world_has_its_own(tmp_path: Path) -> None:
     for step, place in enumerate(places):
         Trail(tmp_path, *place).enter(step, Stage.NORM)
 
-    assert [read(tmp_path, *place)[0] for place in places] == [0, 1, 2, 3, 4, 5]
+    assert [read(tmp_path, *place).step for place in places] == [0, 1, 2, 3, 4, 5]
     assert read(tmp_path, 3, 0) == NOTHING
 
 
@@ -81,11 +96,11 @@ def test_a_long_trail_is_kept_whole_and_forgotten_whole(tmp_path: Path) -> None:
     trail = Trail(tmp_path, 2, 0)
     for _ in range(5000):
         trail.call(REDUCE)
-    assert read(tmp_path, 2, 0) == (None, Stage.BUILD, (REDUCE,) * 5000)
+    assert read(tmp_path, 2, 0) == Left(None, Stage.BUILD, (REDUCE,) * 5000)
 
     trail.begin()
     trail.call(GATHER)
-    assert read(tmp_path, 2, 0) == (None, Stage.BUILD, (GATHER,))
+    assert read(tmp_path, 2, 0) == Left(None, Stage.BUILD, (GATHER,))
 
 
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:
@@ -114,7 +129,7 @@ def test_a_trail_cut_anywhere_gives_what_was_whole(tmp_path: Path) -> None:
         whole = sum(end <= size for end in ends)  # a line that lacks but its end is whole
         step, stage = marks[(whole - 1) // 2] if whole else (None, Stage.BUILD)
 
-        assert read(tmp_path, 2, 1) == (step, stage, calls[: whole // 2]), data[:size]
+        assert read(tmp_path, 2, 1) == Left(step, stage, calls[: whole // 2]), data[:size]
 
 
 @pytest.mark.parametrize("rest", [b"\xff\xfe\n", b"{}\n", b'["mark",0]\n', b'["mark",0,"lunch"]\n', b"null\n"])
@@ -125,4 +140,4 @@ def test_what_is_no_entry_ends_the_trail(rest: bytes, tmp_path: Path) -> None:
     path = file_of(tmp_path)
     path.write_bytes(path.read_bytes().rstrip(b"\0") + rest + b'["mark",9,"gather"]\n')
 
-    assert read(tmp_path, 2, 1) == (0, Stage.REDUCE, (REDUCE,))
+    assert read(tmp_path, 2, 1) == Left(0, Stage.REDUCE, (REDUCE,))
