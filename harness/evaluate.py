@@ -304,6 +304,7 @@ def _left_behind(report: RankReport, left: Left) -> RankVerdict:
         status=RankStatus.SILENT,
         divergence=events[0] if events else None,
         collectives=left.collectives,
+        hits=left.hits,
     )
 
 

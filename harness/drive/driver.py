@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.drive import traffic
+from harness.drive.inspection import Inspection
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
 from harness.drive.parameters import ComputeWeights
 from harness.drive.record import NORM_DTYPES, Record, bits_of
@@ -27,6 +28,7 @@ from harness.drive.shard import Difference, ShardMap
 from harness.drive.summation import Prober, Summation, Summations, calls_of_step, fingerprint
 from harness.drive.trail import Trail
 from harness.errors import exception_text
+from harness.faults.inject import Injector, stay_silent
 from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import compare_bits, digest
@@ -79,8 +81,10 @@ class Driver:
         trail: Trail,
         *,
         exchanges: bool = True,
+        inspect: bool = False,
     ) -> None:
-        """``exchanges``: see :class:`harness.drive.tasks.RunScenario`."""
+        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`."""
+        self.inspect = inspect
         self.context = context
         self.exchanges = exchanges
         self.cls = cls
@@ -90,9 +94,18 @@ class Driver:
         self.rank = context.rank
         self.device = torch.device(context.device)
         self.record = Record(context, scenario, trail)
+        self.faults = Injector(scenario.faults, self.rank, self.record) if scenario.faults else None
+        if self.faults is not None:
+            context.collectives.intercept = self.faults.intercept
 
     def run(self) -> RankVerdict:
         """Drive the scenario to its end, or to the first exception of the subject."""
+        verdict = self._run()
+        if self.faults is not None and self.faults.mutes():
+            stay_silent()
+        return verdict
+
+    def _run(self) -> RankVerdict:
         try:
             self._build()
             for plan in steps(self.scenario):
@@ -112,6 +125,8 @@ class Driver:
     @contextmanager
     def _subject(self, call: str) -> Iterator[None]:
         try:
+            if self.faults is not None:
+                self.faults.subject_called()
             yield
         except BaseException as error:  # a rank is never interrupted from outside: this too is the subject's
             raise SubjectRaisedError(f"{self.cls.__name__}.{call}", error) from error
@@ -130,6 +145,9 @@ class Driver:
             self.subject = build(list(self.weights.parameters))
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
+        if self.inspect:
+            master = self.master
+            self.record.inspection = Inspection(scenario, self.shard.partition, self.rank, lambda: master.grad)
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
         # reference against the first, in a part of the scenarios.
         follows = self.rank == 0 and scenario.seed % _FORMULA_EVERY == 0
@@ -201,6 +219,8 @@ class Driver:
 
     def _step(self, plan: StepPlan) -> None:
         self.record.enter(plan.index, Stage.COLLECT)
+        if self.record.inspection is not None:
+            self.record.inspection.begin(plan)
         handed_over = HandedOver()
         for number, part in enumerate(plan.parts):
             any_gradient = self._hand_over(plan, number, handed_over)

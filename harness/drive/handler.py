@@ -53,7 +53,14 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
         subject = task.subject
         cls = subjects.load(subject)
         driver = Driver(
-            context, cls, subject.args, capabilities(subject.path), task.scenario, trail, exchanges=task.exchanges
+            context,
+            cls,
+            subject.args,
+            capabilities(subject.path),
+            task.scenario,
+            trail,
+            exchanges=task.exchanges,
+            inspect=task.inspect,
         )
         verdict = driver.run()
         payload = encode(verdict)

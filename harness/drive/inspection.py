@@ -8,7 +8,7 @@ one by one) looks wrong on every rank alike, and then says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,7 +36,11 @@ class Inspection:
         found: What was handed over wrongly, in order.
     """
 
-    def __init__(self, scenario: Scenario, partition: Partition, rank: int) -> None:
+    def __init__(
+        self, scenario: Scenario, partition: Partition, rank: int, gradient: Callable[[], Tensor | None]
+    ) -> None:
+        """``gradient``: gives the reduced gradient of this rank's shard."""
+        self._gradient = gradient
         self.found: list[Handed] = []
         self._scenario = scenario
         self._partition = partition
@@ -52,9 +56,16 @@ class Inspection:
         self._next_bucket = 0
         self._own = np.zeros(0)
 
-    def reduces(self, kind: str, tensors: object) -> None:
-        """A collective of the reduce stage, about to be called with this input: the next bucket, padded with zeros."""
-        if self._plan is None or self._next_bucket is None or kind not in _SUMMING:
+    def called(self, stage: Stage, kind: str, contribution: object) -> None:
+        """A collective is about to be called with this contribution."""
+        if stage is Stage.REDUCE and kind in _SUMMING:
+            self._reduces(contribution)
+        elif stage is Stage.NORM and kind == "all_reduce":
+            self._sums_norm(contribution)
+
+    def _reduces(self, tensors: object) -> None:
+        """In the reduce stage this should be the next bucket, padded with zeros."""
+        if self._plan is None or self._next_bucket is None:
             return
         got = _flat(tensors)
         index = self._next_bucket
@@ -75,12 +86,12 @@ class Inspection:
         swapped = instead[0] if instead and np.any(got) else None
         self._note(index, wrong, got, swapped)
 
-    def sums_norm(self, tensors: object, shard_gradient: Tensor | None) -> None:
-        """An all-reduce of the norm stage, about to be called with this scalar: the square of this rank's shard."""
-        got = _flat(tensors)
-        if self._plan is None or got is None or got.size != 1 or shard_gradient is None:
+    def _sums_norm(self, tensors: object) -> None:
+        """In the norm stage this should be the square of this rank's shard."""
+        got, gradient = _flat(tensors), self._gradient()
+        if self._plan is None or got is None or got.size != 1 or gradient is None:
             return
-        wanted = float((shard_gradient.detach().double() ** 2).sum())
+        wanted = float((gradient.detach().double() ** 2).sum())
         if np.isfinite(wanted) and np.isfinite(got[0]) and abs(got[0] - wanted) <= _NORM_RELATIVE * wanted:
             return
         if not np.isfinite(wanted) and not np.isfinite(got[0]):

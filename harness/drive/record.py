@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.drive import tasks
+from harness.drive.inspection import Inspection
 from harness.drive.shard import Difference
 from harness.drive.trail import Trail
 from harness.errors import sendable
@@ -40,6 +41,7 @@ class Record:
         self.stage = Stage.BUILD
         self.unresolved = False
         self.searched = False
+        self.inspection: Inspection | None = None
         self._context = context
         self._scenario = scenario
         self._trail = trail
@@ -49,6 +51,7 @@ class Record:
         self._norms: list[NormObservation] = []
         self._weights: list[WeightsObservation] = []
         self._collectives: list[Collective] = []
+        self._hits: list[int] = []
         trail.begin()
         context.collectives.mirror = self._called
 
@@ -57,14 +60,22 @@ class Record:
         self.step, self.stage = step, stage
         self._trail.enter(step, stage)
 
-    def _called(self, call: LoggedCollective) -> None:
+    def _called(self, call: LoggedCollective, contribution: object) -> None:
         dtype = _SHORT_DTYPES.get(call.dtype, call.dtype)
         collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value)
         self._collectives.append(collective)
         self._trail.call(collective)
+        if self.inspection is not None:
+            self.inspection.called(self.stage, call.kind, contribution)
+
+    def hit(self, fault: int) -> None:
+        """A fault of the scenario, by its index, is about to strike; it may be the last thing this rank does."""
+        if fault not in self._hits:
+            self._hits.append(fault)
+            self._trail.hit(fault)
 
     def finish(self) -> None:
-        """The subject was driven to the end."""
+        """The scenario was driven to its end."""
         self._trail.finish()
 
     @property
@@ -131,6 +142,8 @@ class Record:
             detail=None if detail is None else sendable(detail),
             unresolved=self.unresolved,
             searched=self.searched,
+            hits=tuple(self._hits),
+            handed=tuple(self.inspection.found) if self.inspection is not None else (),
         )
 
 

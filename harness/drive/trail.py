@@ -1,7 +1,8 @@
 """Where a rank is and what it has called, kept in a file that outlives it. No torch.
 
-A rank that dies or hangs sends no verdict. The parent then reads here which step and stage it had entered and which
-collectives it had called, to tell a rank that failed from those that only lost their connection to it.
+A rank that dies or hangs sends no verdict. The parent then reads here which step and stage it had entered, which
+collectives it had called, which faults of the scenario had struck it, and whether it had come to the end, to tell a
+rank that failed from those that only lost their connection to it.
 """
 
 from __future__ import annotations
@@ -26,19 +27,41 @@ class _Call(Struct, frozen=True, tag="call", array_like=True):
     collective: Collective
 
 
+class _Hit(Struct, frozen=True, tag="hit", array_like=True):
+    fault: int
+
+
 class _Finished(Struct, frozen=True, tag="finished", array_like=True):
     pass
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Mark | _Call | _Finished).decode
+_decode = msgspec.json.Decoder(_Mark | _Call | _Hit | _Finished).decode
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a rank left behind of its scenario.
+
+    Attributes:
+        step, stage: the last stage it entered.
+        collectives: all it called, in order.
+        hits: which of the scenario's faults struck it (their indices), in order.
+        finished: it drove the scenario to its end.
+    """
+
+    step: int | None = None
+    stage: Stage = Stage.BUILD
+    collectives: tuple[Collective, ...] = ()
+    hits: tuple[int, ...] = ()
+    finished: bool = False
 
 
 _ROOM = 2**16  # bytes; more where a scenario needs it
 
 
 class Trail:
-    """The rank's end: one line for each stage entered and each collective called, in the file at once.
+    """The rank's end: one line for each stage entered, each collective called and each fault, in the file at once.
 
     The file is memory that the rank shares with whoever reads it: a store, and not a call of the system's, for each of
     the many entries. What follows the last line is zeros.
@@ -63,8 +86,12 @@ class Trail:
         """The rank is about to call a collective."""
         self._append(_encode(_Call(collective)))
 
+    def hit(self, fault: int) -> None:
+        """A fault of the scenario, by its index, is about to strike the rank."""
+        self._append(_encode(_Hit(fault)))
+
     def finish(self) -> None:
-        """The rank was driven to the end of its scenario; what is left is to send the verdict."""
+        """The rank has driven the scenario to its end."""
         self._append(_encode(_Finished()))
 
     def _append(self, entry: bytes) -> None:
@@ -79,56 +106,40 @@ class Trail:
         return mmap.mmap(self._descriptor, size)
 
 
-@dataclass(frozen=True)
-class Left:
-    """What a rank left behind of its scenario.
-
-    Attributes:
-        step: The step it had entered, None in the construction.
-        stage: The stage it had entered.
-        collectives: All it called.
-        finished: It was driven to the end.
-    """
-
-    step: int | None = None
-    stage: Stage = Stage.BUILD
-    collectives: tuple[Collective, ...] = ()
-    finished: bool = False
-
-
 def read(directory: Path, world: int, rank: int) -> Left:
-    """What a rank has left behind by now."""
+    """What a rank has left behind of its scenario so far; nothing where there is no trail."""
     step: int | None = None
     stage = Stage.BUILD
     collectives: list[Collective] = []
+    hits: list[int] = []
     finished = False
-    for line in _lines(directory, world, rank):
+    try:
+        lines = _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
         try:
             entry = _decode(line)
         except msgspec.MsgspecError:  # the last line of a rank that was killed while it wrote
             break
-        if isinstance(entry, _Mark):
-            step, stage = entry.step, entry.stage
-        elif isinstance(entry, _Call):
-            collectives.append(entry.collective)
-        else:
-            finished = True
-    return Left(step, stage, tuple(collectives), finished)
+        match entry:
+            case _Mark():
+                step, stage = entry.step, entry.stage
+            case _Call():
+                collectives.append(entry.collective)
+            case _Hit():
+                hits.append(entry.fault)
+            case _Finished():
+                finished = True
+    return Left(step, stage, tuple(collectives), tuple(hits), finished)
 
 
 def position(directory: Path, world: int, rank: int) -> int:
-    """A number that differs when the rank has got on since it was last asked for."""
+    """A number that differs when the rank has got on since it was last asked for; never raises."""
     try:
         return len(_path(directory, world, rank).read_bytes().rstrip(b"\0"))
     except OSError:
         return 0
-
-
-def _lines(directory: Path, world: int, rank: int) -> list[bytes]:
-    try:
-        return _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
-    except OSError:
-        return []
 
 
 def _path(directory: Path, world: int, rank: int) -> Path:

@@ -79,10 +79,45 @@ class LoggedCollective(NamedTuple):
     label: object
 
 
+class PendingCollective:
+    """A call that is about to be made; for :attr:`CollectiveLog.intercept`.
+
+    Attributes:
+        name: Of the function of ``torch.distributed``.
+        kind: As in :class:`LoggedCollective`.
+        contribution: The parameter that holds what this rank contributes; None where there is none.
+        bound: The arguments; what is changed in them is what is called and recorded.
+        group_ranks: The global ranks of the group, in its order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        contribution: str | None,
+        bound: inspect.BoundArguments,
+        group_ranks: tuple[int, ...],
+        function: Callable[..., Any],
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.contribution = contribution
+        self.bound = bound
+        self.group_ranks = group_ranks
+        self._function = function
+
+    def call(self) -> Any:  # noqa: ANN401 (gives what the function does)
+        """Record the call and make it; may be done more than once."""
+        return self._function(*self.bound.args, **self.bound.kwargs)
+
+
 class CollectiveLog:
     """The collectives this process called since :meth:`begin`, in order.
 
-    ``mirror`` is called with each entry before its collective begins, for a handler that keeps a copy elsewhere.
+    ``mirror`` is called with each entry and what the rank contributes (a tensor, a list, or None) before its collective
+    begins, for a handler that keeps a copy elsewhere or looks at it.
+    ``intercept``, until the next :meth:`begin`, is called in place of each outermost call through a group of this rank,
+    before it is recorded; the caller gets what it returns.
 
     Only the outermost call is recorded (``all_gather_object`` calls ``all_gather``), when it is made, also if it then
     raises. Calls through a group that this rank is not in do nothing and are not recorded.
@@ -91,12 +126,14 @@ class CollectiveLog:
     def __init__(self) -> None:
         self.entries: list[LoggedCollective] = []
         self.label: object = None
-        self.mirror: Callable[[LoggedCollective], None] | None = None
+        self.mirror: Callable[[LoggedCollective, object], None] | None = None
+        self.intercept: Callable[[PendingCollective], Any] | None = None
 
     def begin(self) -> None:
-        """Forget everything recorded so far, and the label."""
+        """Forget everything recorded so far, the label, and who intercepts."""
         self.entries = []
         self.label = None
+        self.intercept = None
 
     def mark(self, label: object) -> None:
         """Store ``label`` with every call from now on."""
@@ -150,32 +187,46 @@ def _tapped(
     log: CollectiveLog, original: Callable[..., Any], name: str, kind: str, contribution: str | None
 ) -> Callable[..., Any]:
     """``original``, recorded in ``log`` when it is the outermost call of its thread."""
-    parameters = list(inspect.signature(original).parameters)
+    signature = inspect.signature(original)
+    parameters = list(signature.parameters)
     group_name = _GROUP_PARAMETERS.get(name, "group")
     group_index = parameters.index(group_name)
     tensor_name = contribution or ""
     tensor_index = parameters.index(contribution) if contribution is not None else 0
     find_ranks = _listed_ranks if name == "new_group" else _ranks_of_group
 
-    @functools.wraps(original)
-    def tapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
-        if _per_thread.inside:
-            return original(*args, **kwargs)
+    def recorded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
         ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
         if ranks is not None:
             dtype, length = "", 0
+            tensors: object = None
             if tensor_name:
                 tensors = args[tensor_index] if len(args) > tensor_index else kwargs.get(tensor_name)
                 dtype, length = _measure(tensors)
             entry = LoggedCollective(kind, dtype, length, ranks, log.label)
             log.entries.append(entry)
             if log.mirror is not None:
-                log.mirror(entry)
+                log.mirror(entry, tensors)
         _per_thread.inside = True
         try:
             return original(*args, **kwargs)
         finally:
             _per_thread.inside = False
+
+    @functools.wraps(original)
+    def tapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
+        if _per_thread.inside:
+            return original(*args, **kwargs)
+        if log.intercept is None:
+            return recorded(*args, **kwargs)
+        ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
+        if ranks is None:
+            return recorded(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return recorded(*args, **kwargs)  # torch says what is wrong with it
+        return log.intercept(PendingCollective(name, kind, contribution, bound, ranks, recorded))
 
     return tapped
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from harness.faults.language import Corrupt, Delay, Duplicate, Exit, Hang, Kill, Mute, Raise, Skip, Slow, Stop
 from harness.scenario.model import Domain
 from harness.scenario.situations import MAX_AIMED_BUCKET, Situation
 
@@ -93,6 +95,13 @@ SPECIALS = (64, 16, 256, 4)  # of 1024 elements
 LRS = (1e-3, 0.1, 1e-2, 3e-4, 0.5, 1.0, 1e-5, 0.0)
 DECAYS = (0.1, 0.01, 0.5, 0.0, 0.0)
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.5, 0.95), (0.8, 0.5), (0.95, 0.98), (0.0, 0.95), (0.9, 0.0), (0.0, 0.0))
+FAULTS_ALONE = (Kill, Exit, Raise, Stop, Hang, Mute)  # need no other rank
+FAULTS = (*FAULTS_ALONE, Slow, Delay, Skip, Duplicate, Corrupt)
+SIGNALS = (9, 11, 6, 15)
+HANGS: tuple[Literal["sleep", "python", "native"], ...] = ("sleep", "python", "native")
+CORRUPTIONS: tuple[Literal["bit", "slice", "nan"], ...] = ("bit", "slice", "nan")
+SLOWS_MS = (1, 3, 10)  # before each of what may be dozens
+DELAYS_MS = (1, 10, 100)
 EPS = (1e-8, 1e-6, 1e-3, 1e-12, 1.0)  # never 0: an element without gradient would become nan
 
 
@@ -193,6 +202,7 @@ _CLIPPED = replace(_PLENTY, domain=(Domain.EXACT, Domain.NORM_EXACT))
 FREE = Aim()
 # For shrinking alone: allows whatever any aim allows, so that a goal can be dropped and the scenario stays.
 ANYTHING = Aim(unlimited=True)
+EXACT_DOMAINS = (Domain.EXACT, Domain.NORM_EXACT)
 AIMS: dict[Situation, Aim] = {
     Situation.PARAMETER_CROSSES_BUCKET_EDGE: Aim(kind=(Kind.ACROSS, Kind.LARGER)),
     Situation.PARAMETER_CROSSES_PIECE_EDGE: Aim(last=_over_half_of_last_bucket),
@@ -241,3 +251,10 @@ AIMS: dict[Situation, Aim] = {
     Situation.EXTREME_VALUE: replace(_SPECIAL, form=(Form.EXTREME,)),
     Situation.NONFINITE_VALUE: replace(_SPECIAL, form=(Form.NONFINITE,)),
 }
+
+
+def for_fault(aim: Aim) -> Aim:
+    """The same aim on sums that are exact, where every fault shows; an aim that needs others is dropped."""
+    if aim.domain is None:
+        return replace(aim, domain=EXACT_DOMAINS)
+    return aim if Domain.GENERAL not in aim.domain else replace(FREE, domain=EXACT_DOMAINS)

@@ -25,7 +25,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from harness.errors import CaseError
+from harness.faults.language import Corrupt, Fault, Hang
 from harness.scenario.model import MAX_ELEMENTS, SCHEMA_VERSION, Count, Domain, Operation, Parameter, Scenario, check
+from harness.verdict import Stage
 
 MAX_BYTES = 16 * 2**20
 MAX_DEPTH = 32  # a scenario has 5 levels; the rest is for the summary of a failure
@@ -69,29 +71,41 @@ _Listing = Annotated[tuple[_Listed, ...], Meta(min_length=1, max_length=100_000)
 # that plain dictionary and list handling raises on unexpected input.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
+
+def _literals(form: type[Struct], field: str) -> list[str]:
+    """The words that a field of a struct may be."""
+    return list(typing.get_args(typing.get_type_hints(form)[field]))
+
+
 # msgspec does not say what would have been valid in these fields.
 _CHOICES = {
     "op": [operation.__struct_config__.tag for operation in typing.get_args(Operation)],
     "dtype": ["bf16", "fp16", "fp32"],
     "domain": [domain.value for domain in Domain],
     "system": ["zero_master"],
+    "fault": [fault.__struct_config__.tag for fault in typing.get_args(Fault)],
+    "stage": [stage.value for stage in Stage],
+    "how": _literals(Hang, "how"),
+    "what": _literals(Corrupt, "what"),
 }
 
 
 def encode(case: Case) -> bytes:
-    """The text of a case file: UTF-8 JSON, one line for each parameter and operation.
+    """The text of a case file: UTF-8 JSON, one line for each parameter, operation and fault.
 
     Non-finite numbers in ``failure`` become null: JSON has none.
     """
     header = {"version": case.scenario.version, "system": case.scenario.system}
     fields = {**header, **msgspec.to_builtins(case.scenario)}
+    if not case.scenario.faults:
+        del fields["faults"]
     if case.subject is not None:
         fields["subject"] = msgspec.to_builtins(case.subject)
     if case.failure is not None:
         fields["failure"] = case.failure
     lines = []
     for name, value in fields.items():
-        if name in ("parameters", "operations"):
+        if name in ("parameters", "operations", "faults"):
             items = ",\n    ".join(_json(item) for item in value)
             lines.append(f'"{name}": [\n    {items}\n  ]')
         else:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar, cast
 
+import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, configuration, find, settings
 from hypothesis import strategies as st
 
-from harness.scenario.aims import AIMS, ANYTHING, FREE
+from harness.scenario.aims import AIMS, ANYTHING, FREE, for_fault
 from harness.scenario.model import Scenario
 from harness.scenario.situations import GOALS, Situation, can_hold
-from harness.scenario.space import Choices, draw_scenario
+from harness.scenario.space import Choices, draw_fault, draw_scenario
 
 _T = TypeVar("_T")
 
@@ -95,14 +96,18 @@ class _Attempt(NamedTuple):
 
 
 @st.composite
-def _attempts(draw: st.DrawFn, turn: Turn, worlds: tuple[int, ...], seed: int, bucket: int | None) -> _Attempt:
+def _attempts(
+    draw: st.DrawFn, turn: Turn, worlds: tuple[int, ...], seed: int, bucket: int | None, fault: bool
+) -> _Attempt:
     choices = _HypothesisChoices(draw)
     smaller = sorted({world for world in worlds if world < turn.world})[:_MAX_SMALLER_WORLDS]
     slot = choices.number(0, _LAST_SLOT)
     aimed = choices.number(0, _LAST_SLOT) > 0
     world = smaller[slot] if slot < len(smaller) else turn.world
     aim = AIMS[turn.goal] if aimed and can_hold(turn.goal, world, bucket) else ANYTHING
-    scenario = draw_scenario(choices, world, aim, seed, bucket)
+    scenario = draw_scenario(choices, world, for_fault(aim) if fault else aim, seed, bucket)
+    if fault:
+        scenario = msgspec.structs.replace(scenario, faults=(draw_fault(choices, scenario),))
     return _Attempt(aimed and world == turn.world, scenario)
 
 
@@ -154,10 +159,11 @@ def _find(
     index: int,
     worlds: Sequence[int],
     bucket: int | None,
+    fault: bool,
 ) -> Scenario:
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=16).digest()
     data_seed = int.from_bytes(digest[:8], "big") >> 1
-    strategy = _attempts(turn(index, worlds, bucket=bucket), tuple(worlds), data_seed, bucket)
+    strategy = _attempts(turn(index, worlds, bucket=bucket), tuple(worlds), data_seed, bucket, fault)
     # Everything is said, so that neither a profile nor the environment (CI) changes anything.
     quiet = settings(
         max_examples=_MAX_EXAMPLES,
@@ -183,6 +189,7 @@ def draw(
     worlds: Sequence[int],
     *,
     bucket: int | None = None,
+    fault: bool = False,
 ) -> Scenario:
     """Example number ``index`` of the campaign ``seed``: the same arguments give the same scenario.
 
@@ -191,6 +198,7 @@ def draw(
         index: from 0.
         worlds: of the campaign, in the order in which they take turns.
         bucket: fixes the requested bucket size (elements).
+        fault: with one fault, on exact sums (:func:`harness.scenario.space.draw_fault`).
 
     Raises:
         ValueError: no worlds, or one below 1.
@@ -202,7 +210,7 @@ def draw(
         return False
 
     try:
-        return _find(condition, [Phase.generate], seed, index, worlds, bucket)
+        return _find(condition, [Phase.generate], seed, index, worlds, bucket, fault)
     except _Found as found:
         return found.scenario
 
@@ -230,6 +238,7 @@ def shrink(
     fails: Callable[[Scenario], bool],
     *,
     bucket: int | None = None,
+    fault: bool = False,
 ) -> Scenario:
     """The simplest scenario found that still fails, from the one that :func:`draw` gives for the same arguments.
 
@@ -240,8 +249,9 @@ def shrink(
         fails: whether a scenario fails. Called once for each scenario tried, not for the first, which is taken to
             fail. Whatever it raises ends the shrinking and passes through; the caller then knows the best so far.
         bucket: see there.
+        fault: see there; every scenario tried has a fault too.
     """
-    first = draw(seed, index, worlds, bucket=bucket)
+    first = draw(seed, index, worlds, bucket=bucket, fault=fault)
     verdicts = {first: True}
     met_first = False
 
@@ -262,6 +272,6 @@ def shrink(
         return verdicts[scenario]
 
     try:
-        return _find(condition, [Phase.generate, Phase.shrink], seed, index, worlds, bucket)
+        return _find(condition, [Phase.generate, Phase.shrink], seed, index, worlds, bucket, fault)
     except _PredicateError as carrier:
         raise carrier.error from carrier.error.__cause__

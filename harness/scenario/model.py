@@ -18,6 +18,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from harness.faults.language import MAX_FAULTS, Fault, place_problem
+
 SCHEMA_VERSION: Final = 1
 
 # What a case file may ask for at most. Far above what any machine runs; the machine's own limit is checked later.
@@ -135,7 +137,11 @@ Operation = Build | Part | Clip | Step | Discard
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
-    """One complete input. ``operations``: a build; then, per step, parts, an optional clip, and a step or a discard."""
+    """One complete input.
+
+    ``operations``: a build; then, per step, parts, an optional clip, and a step or a discard. ``faults``: what some
+    ranks are to do wrong in it (:mod:`harness.faults.language`).
+    """
 
     world: World
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -145,6 +151,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     operations: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=100_000)]
     version: Literal[1] = SCHEMA_VERSION
     system: Literal["zero_master"] = "zero_master"
+    faults: Annotated[tuple[Fault, ...], Meta(max_length=MAX_FAULTS)] = ()
 
     @property
     def numel(self) -> int:
@@ -246,7 +253,16 @@ def check(scenario: Scenario) -> str | None:
             num_parts, clipped = 0, False
     if num_parts or clipped:
         return "operations: the last step is not finished by a step or a discard"
-    return exact_sums_problem(scenario)
+    return _faults_problem(scenario) or exact_sums_problem(scenario)
+
+
+def _faults_problem(scenario: Scenario) -> str | None:
+    discards = tuple(plan.discard for plan in steps(scenario)) if scenario.faults else ()
+    for index, fault in enumerate(scenario.faults):
+        problem = place_problem(fault, scenario.world, discards)
+        if problem is not None:
+            return f"faults[{index}].{problem}"
+    return None
 
 
 def exact_sums_problem(scenario: Scenario) -> str | None:

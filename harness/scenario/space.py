@@ -12,6 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
+from harness.faults.language import (
+    DISCARDED_STAGES,
+    REDUCED_STAGES,
+    Corrupt,
+    Delay,
+    Duplicate,
+    Exit,
+    Fault,
+    Hang,
+    Kill,
+    Mute,
+    Raise,
+    Skip,
+    Slow,
+    Stop,
+)
 from harness.scenario import aims
 from harness.scenario.aims import Aim, Clipping, Form, Kind, Nones, Range, StepAim
 from harness.scenario.model import (
@@ -26,10 +42,13 @@ from harness.scenario.model import (
     Part,
     Scenario,
     Step,
+    StepPlan,
     Values,
+    steps,
 )
 from harness.scenario.partition import round_bucket
 from harness.scenario.situations import MAX_AIMED_BUCKET
+from harness.verdict import Stage
 
 _T = TypeVar("_T")
 
@@ -356,3 +375,71 @@ def draw_scenario(choices: Choices, world: int, aim: Aim, seed: int, bucket: int
         operations.append(Discard() if step.discard else Step())
     optimizer = _draw_optimizer(choices, aim)
     return Scenario(world, seed, parameters, values, optimizer, tuple(operations))
+
+
+# --- faults
+
+_COMMUNICATING = (Stage.REDUCE, Stage.NORM, Stage.GATHER)
+
+
+def draw_fault(choices: Choices, scenario: Scenario) -> Fault:
+    """One fault that every run of ``scenario`` on a right subject must show.
+
+    Only the first collective of a stage is named: how many there are is the subject's affair.
+
+    Args:
+        choices: makes the choices.
+        scenario: of an exact domain, where any wrong contribution shows; its last step is no discard.
+    """
+    plans = list(steps(scenario))
+    # With one rank nothing is communicated, so only what needs no collective strikes.
+    kinds = aims.FAULTS if scenario.world > 1 else aims.FAULTS_ALONE
+    kind = choices.of(aims.FAULTS, kinds)
+    rank = choices.number(0, scenario.world - 1)
+    if kind is Mute:
+        return Mute(rank=rank)
+    if kind in aims.FAULTS_ALONE:
+        return _draw_ending(choices, kind, rank, plans[choices.number(0, len(plans) - 1)], scenario.world)
+    reduced = [plan.index for plan in plans if not plan.discard]
+    step = reduced[choices.number(0, len(reduced) - 1)]
+    if kind is Corrupt:
+        return _draw_corrupt(choices, rank, step, scenario)
+    stage = choices.of(_COMMUNICATING)
+    if kind is Slow:
+        return Slow(rank=rank, step=step, stage=stage, milliseconds=choices.of(aims.SLOWS_MS))
+    if kind is Delay:
+        return Delay(rank=rank, step=step, stage=stage, collective=0, milliseconds=choices.of(aims.DELAYS_MS))
+    return (Skip if kind is Skip else Duplicate)(rank=rank, step=step, stage=stage, collective=0)
+
+
+def _draw_ending(choices: Choices, kind: type, rank: int, plan: StepPlan, world: int) -> Fault:
+    """What ends or stops the rank, anywhere in a step or in the construction."""
+    stages = (*(DISCARDED_STAGES if plan.discard else REDUCED_STAGES), Stage.BUILD)
+    stage = choices.of(stages)
+    collective = choices.of((None, 0)) if stage in _COMMUNICATING and world > 1 else None
+    step = None if stage is Stage.BUILD else plan.index
+    if kind is Kill:
+        signal = choices.of(aims.SIGNALS)
+        return Kill(rank=rank, step=step, stage=stage, collective=collective, signal=signal)
+    if kind is Exit:
+        return Exit(rank=rank, step=step, stage=stage, collective=collective, code=choices.of((0, 1, 3, 255)))
+    if kind is Hang:
+        how = choices.of(aims.HANGS)
+        return Hang(rank=rank, step=step, stage=stage, collective=collective, how=how)
+    return (Raise if kind is Raise else Stop)(rank=rank, step=step, stage=stage, collective=collective)
+
+
+def _draw_corrupt(choices: Choices, rank: int, step: int, scenario: Scenario) -> Fault:
+    """A wrong contribution that reaches an element, and not only padding, and that no rounding hides.
+
+    The first element of a reduction is the first of all elements, on every rank. Of what is gathered, only rank 0's
+    piece of a bucket always begins with an element; of a norm, a number can be too small to matter: only nan is not.
+    A flipped exponent bit makes 2.0 of a zero: what is added up must be small enough to be changed by it.
+    """
+    stage = choices.of((Stage.REDUCE, Stage.NORM, *((Stage.GATHER,) if rank == 0 else ())))
+    num_parts = max(len(plan.parts) for plan in steps(scenario))
+    values = scenario.values
+    largest = math.ldexp(scenario.world * num_parts * values.max_k, values.exponent)
+    everything = stage is Stage.GATHER or (stage is Stage.REDUCE and largest < 2.0**25)
+    what = choices.of(aims.CORRUPTIONS, aims.CORRUPTIONS if everything else aims.CORRUPTIONS[-1:])
+    return Corrupt(rank=rank, step=step, stage=stage, collective=0, what=what)

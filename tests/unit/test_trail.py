@@ -44,9 +44,24 @@ def test_every_entry_can_be_read_at_once(tmp_path: Path) -> None:
     assert read(tmp_path, 1, 0) == NOTHING
     for stage in Stage:
         trail.enter(5, stage)
-        assert read(tmp_path, 1, 0) == Left(5, stage, ())
+        assert read(tmp_path, 1, 0) == Left(5, stage)
     trail.call(REDUCE)
     assert read(tmp_path, 1, 0) == Left(5, Stage.GATHER, (REDUCE,))
+
+
+def test_faults_that_struck_and_the_end_are_read_back(tmp_path: Path) -> None:
+    """Each at once: a fault may end the rank, and a rank that has finished may still send no verdict."""
+    trail = Trail(tmp_path, 2, 1)
+    trail.enter(0, Stage.REDUCE)
+    trail.hit(2)
+    assert read(tmp_path, 2, 1) == Left(0, Stage.REDUCE, hits=(2,))
+    trail.call(REDUCE)
+    trail.hit(0)
+    trail.finish()
+    assert read(tmp_path, 2, 1) == Left(0, Stage.REDUCE, (REDUCE,), hits=(2, 0), finished=True)
+
+    trail.begin()
+    assert read(tmp_path, 2, 1) == NOTHING
 
 
 def test_a_new_scenario_forgets_the_one_before(tmp_path: Path) -> None:
@@ -57,7 +72,7 @@ def test_a_new_scenario_forgets_the_one_before(tmp_path: Path) -> None:
 
     trail.enter(0, Stage.COLLECT)
 
-    assert read(tmp_path, 2, 0) == Left(0, Stage.COLLECT, ())
+    assert read(tmp_path, 2, 0) == Left(0, Stage.COLLECT)
     assert file_of(tmp_path).read_bytes().count(b"\n") == 1
 
 
@@ -138,13 +153,3 @@ def test_each_entry_changes_the_position_and_so_does_the_next_scenario(tmp_path:
 
     assert all(one != other for one, other in itertools.pairwise(seen))
     assert position(tmp_path, 5, 0) == 0
-
-
-def test_a_rank_that_was_driven_to_the_end_is_told_from_one_that_was_not(tmp_path: Path) -> None:
-    trail = Trail(tmp_path, 2, 0)
-    trail.enter(0, Stage.GATHER)
-    assert not read(tmp_path, 2, 0).finished
-
-    trail.finish()
-
-    assert read(tmp_path, 2, 0) == Left(0, Stage.GATHER, (), finished=True)
