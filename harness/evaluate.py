@@ -19,6 +19,7 @@ from harness.drive import traffic, trail
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, encode
 from harness.drive.trail import Left
 from harness.errors import UsageError
+from harness.faults import expect
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport
 from harness.oracles import judge, sequence
 from harness.scenario.model import Scenario
@@ -51,6 +52,7 @@ class UndecidedError(Exception):
 class Conclusion(enum.Enum):
     """HOLDS: all compared equal. VIOLATED: ``divergence`` says where first. UNSUPPORTED: not judged.
 
+    UNHIT: a fault of the scenario never struck, and nothing else differed: the run shows nothing.
     UNRESOLVED: a sum was added in another order than predicted, and the ranks have to search for it together: nothing
     is decided by this run.
     """
@@ -58,6 +60,7 @@ class Conclusion(enum.Enum):
     HOLDS = "holds"
     VIOLATED = "violated"
     UNSUPPORTED = "unsupported"
+    UNHIT = "unhit"
     UNRESOLVED = "unresolved"
 
 
@@ -71,6 +74,7 @@ class Evaluation:
         output: the end of what the rank of the divergence printed, and what it raised.
         searched: a sum was not added in the predicted order, and the ranks searched for the order together.
         accounts: what each rank was doing, where that is what matters.
+        hits: rank -> which of the scenario's faults struck it (their indices).
         changed: what the subject changed in its processes beside its own, put back since.
         recycled: why the ranks were replaced after this run; None if they go on.
     """
@@ -86,6 +90,7 @@ class Evaluation:
     seconds: float = 0.0
     searched: bool = False
     accounts: tuple[RankAccount, ...] = ()
+    hits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     recycled: str | None = None
 
@@ -157,7 +162,10 @@ class Evaluator:
         crashed = _crashed(self._pool.incidents[before:])
         if crashed is not None:
             return outcome, crashed
-        return outcome, conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
+        evaluation = conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
+        if evaluation.conclusion is Conclusion.HOLDS and expect.unhit(scenario, evaluation.hits):
+            evaluation = dataclasses.replace(evaluation, conclusion=Conclusion.UNHIT)
+        return outcome, evaluation
 
     def _lefts(self, world: int) -> Callable[[int], Left]:
         """Reads each rank's trail once, when it is asked for."""
@@ -247,6 +255,7 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         seconds=outcome.seconds,
         searched=any(verdict.searched for verdict in verdicts),
         accounts=_accounts(outcome, judgement.divergence, sent, lefts),
+        hits={said.rank: said.hits for said in (*verdicts, *silent) if said.hits},
         changed=frozenset(name for verdict in verdicts for name in verdict.changed),
         recycled=next((f"rank {said.rank}: {said.recycle}" for said in verdicts if said.recycle is not None), None),
     )

@@ -24,6 +24,7 @@ from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
+from harness.faults import expect, language
 from harness.launch.pool import RankPool
 from harness.report import result as results
 from harness.report.console import describe
@@ -197,6 +198,7 @@ def replay_case(
             evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.evaluate(scenario)
+            _require_hit(scenario, first)
             tally.add(scenario, first)
             if first.conclusion is Conclusion.VIOLATED:
                 found = _Found(scenario, first)
@@ -334,6 +336,7 @@ class _Search:
             self.observer.example(index, self.source.total, scenario.world, scenario, rate)
             evaluation = self.evaluator.evaluate(scenario)
             self.last[scenario.world] = scenario
+            _require_hit(scenario, evaluation)
             self.tally.add(scenario, evaluation)
             if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
                 evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
@@ -431,6 +434,14 @@ def _unsteady(runs: list[Evaluation]) -> Evaluation:
         message=f"{len(runs)} runs of one case gave different bits, each within what rounding allows",
     )
     return Evaluation(Conclusion.VIOLATED, found)
+
+
+def _require_hit(scenario: Scenario, evaluation: Evaluation) -> None:
+    if evaluation.conclusion is Conclusion.UNHIT:
+        missed = ", ".join(map(language.text, expect.unhit(scenario, evaluation.hits)))
+        raise UndecidedError(
+            f"a fault of the scenario never struck ({missed}): the subject ended before, or calls fewer collectives"
+        )
 
 
 def _property(evaluation: Evaluation) -> Property | None:

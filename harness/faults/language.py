@@ -19,7 +19,7 @@ from harness.verdict import Stage
 
 MAX_FAULTS: Final = 16
 
-MAX_MILLISECONDS: Final = 10_000
+MAX_MILLISECONDS: Final = 2_000
 """Below what any watchdog takes for a hang: a rank that is only slow must hold."""
 
 Rank = Annotated[int, Meta(ge=0, le=255)]
@@ -116,6 +116,16 @@ DISCARDED_STAGES: Final = (Stage.COLLECT, Stage.UPDATE)
 def kind(fault: Fault) -> str:
     """The name of its kind, as in a case file."""
     return str(type(fault).__struct_config__.tag)
+
+
+def text(fault: Fault) -> str:
+    """In a few words: ``kill on rank 1 in reduce of step 0``, ``skip on rank 2 at collective 0 of norm of step 3``."""
+    words = f"{kind(fault)} on rank {fault.rank}"
+    if isinstance(fault, Mute):
+        return words
+    at = f"{fault.stage.value} of step {fault.step}" if fault.step is not None else fault.stage.value
+    number = getattr(fault, "collective", None)
+    return f"{words} in {at}" if number is None else f"{words} at collective {number} of {at}"
 
 
 def placed(fault: Fault) -> bool:

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from harness.faults import language
 from harness.report.result import Failure, Result
 from harness.scenario.model import Clip, Discard, Scenario, Values, steps
 from harness.verdict import Oracle, Property, RankAccount
@@ -70,6 +71,7 @@ def describe(scenario: Scenario) -> str:
         f"{_count(len(plans), 'step')} ({parts} parts)",
         _domain(scenario.values),
         *extras,
+        *(f"fault: {language.text(fault)}" for fault in scenario.faults),
     ]
     return ", ".join(words)
 
