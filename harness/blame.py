@@ -171,8 +171,8 @@ def _at_the_giver(found: Divergence, rank: int, note: Handed, world: int) -> Div
         step=note.step,
         rank=rank,
         bucket=note.bucket,
-        message=f"rank {rank} {note.message} and {others} handed that over: two collectives of equal size in another "
-        "order, which the backend does not notice",
+        message=f"rank {rank} {note.message}, unlike {others}: two collectives of equal size in another order, "
+        "which the backend does not notice",
     )
 
 

@@ -146,8 +146,7 @@ class Driver:
         self.master = self._contract_master()
         self.shard = ShardMap(scenario, self._partition(), self.rank, self.device)
         if self.inspect:
-            master = self.master
-            self.record.inspection = Inspection(scenario, self.shard.partition, self.rank, lambda: master.grad)
+            self.record.inspection = self._inspection()
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
         # reference against the first, in a part of the scenarios.
         follows = self.rank == 0 and scenario.seed % _FORMULA_EVERY == 0
@@ -164,6 +163,17 @@ class Driver:
         """What builds a subject. No method of this driver's: a cycle would keep it, and all it drives, alive."""
         cls, rank, world, bucket, args = self.cls, self.rank, self.scenario.world, self.scenario.bucket, self.args
         return lambda parameters: cls(parameters, rank, world, bucket=bucket, **args)
+
+    def _inspection(self) -> Inspection:
+        # Of these alone: what it holds lives on in the log of collectives until the next scenario.
+        master, reference, num_parameters = self.master, self.reference, len(self.scenario.parameters)
+        return Inspection(
+            self.scenario,
+            self.shard.partition,
+            self.rank,
+            gradient=lambda: master.grad,
+            masters=lambda: [reference.master(index) for index in range(num_parameters)],
+        )
 
     def _compute_weights(self) -> ComputeWeights:
         return ComputeWeights(self.scenario, self.device)

@@ -1,4 +1,4 @@
-"""What a rank hands to its collectives, held against what it should hand over: whose fault a wrong sum is.
+"""What a rank hands to its collectives, held against what it should hand over: whose fault a wrong result is.
 
 From a sum alone nobody can tell which rank's contribution was wrong, or that one of them swapped two buckets of equal
 size (which no backend notices). Each rank knows its own contribution, though. It takes time, so it is only done when a
@@ -9,6 +9,7 @@ one by one) looks wrong on every rank alike, and then says nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,134 +29,155 @@ _NORM_RELATIVE = 2.0**-8
 
 _SUMMING = frozenset({"reduce_scatter", "reduce_scatter_list", "all_reduce", "all_to_all"})
 
+_Values = NDArray[np.float64]
+
+
+class _Given(NamedTuple):
+    """What a rank contributes to a collective: all its elements, and their dtype."""
+
+    values: _Values
+    dtype: torch.dtype
+
 
 class Inspection:
     """Of one scenario on one rank.
+
+    Args:
+        scenario: What is run.
+        partition: The subject's layout.
+        rank: This one.
+        gradient: Gives the reduced gradient of this rank's shard, as the subject holds it.
+        masters: Gives the reference's master weights, one tensor a parameter.
 
     Attributes:
         found: What was handed over wrongly, in order.
     """
 
     def __init__(
-        self, scenario: Scenario, partition: Partition, rank: int, gradient: Callable[[], Tensor | None]
+        self,
+        scenario: Scenario,
+        partition: Partition,
+        rank: int,
+        gradient: Callable[[], Tensor | None],
+        masters: Callable[[], Sequence[Tensor]],
     ) -> None:
-        """``gradient``: gives the reduced gradient of this rank's shard."""
-        self._gradient = gradient
         self.found: list[Handed] = []
         self._scenario = scenario
         self._partition = partition
         self._rank = rank
+        self._gradient = gradient
+        self._masters = masters
         self._plan: StepPlan | None = None
-        self._next_bucket: int | None = 0
-        self._own: NDArray[np.float64] = np.zeros(0)
-        self._magnitude: NDArray[np.float64] = np.zeros(0)
+        self._next: dict[Stage, int | None] = {}  # the bucket that is due; None: this is not the layout
+        self._own: tuple[_Values, _Values] | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """From here on collectives belong to this step."""
         self._plan = plan
-        self._next_bucket = 0
-        self._own = np.zeros(0)
+        self._next = {Stage.REDUCE: 0, Stage.GATHER: 0}
+        self._own = None
 
     def called(self, stage: Stage, kind: str, contribution: object) -> None:
-        """A collective is about to be called with this contribution."""
+        """A collective is about to be called with this contribution: a tensor or a list of them."""
+        given = _given(contribution)
+        if self._plan is None or given is None:
+            return
         if stage is Stage.REDUCE and kind in _SUMMING:
-            self._reduces(contribution)
-        elif stage is Stage.NORM and kind == "all_reduce":
-            self._sums_norm(contribution)
+            self._bucket(self._plan, stage, given, self._due_in_sum)
+        elif stage is Stage.GATHER and kind == "all_gather":
+            self._bucket(self._plan, stage, given, self._due_in_gather)
+        elif stage is Stage.NORM and kind == "all_reduce" and given.values.size == 1:
+            self._norm(self._plan, float(given.values[0]))
 
-    def _reduces(self, tensors: object) -> None:
-        """In the reduce stage this should be the next bucket, padded with zeros."""
-        if self._plan is None or self._next_bucket is None:
+    def _bucket(
+        self,
+        plan: StepPlan,
+        stage: Stage,
+        given: _Given,
+        due: Callable[[int, torch.dtype], tuple[_Values, _Values, int]],
+    ) -> None:
+        """Compare with what of the next bucket is due: values, tolerances, and where in the bucket they begin."""
+        index = self._next[stage]
+        if index is None:
             return
-        got = _flat(tensors)
-        index = self._next_bucket
-        if got is None or index >= len(self._partition.buckets) or got.size != self._partition.buckets[index].padded:
-            self._next_bucket = None  # not this layout: what follows cannot be told either
+        buckets = self._partition.buckets
+        if index >= len(buckets) or due(index, given.dtype)[0].size != given.values.size:
+            self._next[stage] = None  # what follows cannot be told either
             return
-        self._next_bucket += 1
-        wrong = self._first_difference(got, index)
-        if wrong is None:
+        self._next[stage] = index + 1
+        wanted, tolerance, offset = due(index, given.dtype)
+        position = _first_difference(given.values, wanted, tolerance)
+        if position is None:
             return
-        size = got.size
-        instead = [
-            other
-            for other, bucket in enumerate(self._partition.buckets)
-            if other != index and bucket.padded == size and self._first_difference(got, other) is None
-        ]
-        # Buckets without any gradient look all alike.
-        swapped = instead[0] if instead and np.any(got) else None
-        self._note(index, wrong, got, swapped)
-
-    def _sums_norm(self, tensors: object) -> None:
-        """In the norm stage this should be the square of this rank's shard."""
-        got, gradient = _flat(tensors), self._gradient()
-        if self._plan is None or got is None or got.size != 1 or gradient is None:
-            return
-        wanted = float((gradient.detach().double() ** 2).sum())
-        if np.isfinite(wanted) and np.isfinite(got[0]) and abs(got[0] - wanted) <= _NORM_RELATIVE * wanted:
-            return
-        if not np.isfinite(wanted) and not np.isfinite(got[0]):
-            return
-        self.found.append(
-            Handed(
-                step=self._plan.index,
-                stage=Stage.NORM,
-                message=f"handed {float(got[0])!r} to the all-reduce of the norm, its own shard has {wanted!r}",
-            )
-        )
-
-    def _note(self, index: int, position: int, got: NDArray[np.float64], swapped: int | None) -> None:
-        if self._plan is None:
-            return
-        parameter, element = self._at(index, position)
-        wanted = self._wanted(index)[0][position]
-        if swapped is not None:
-            message = f"handed over bucket {swapped} where bucket {index} was due"
+        instead = next((other for other in range(len(buckets)) if other != index and _is(given, due, other)), None)
+        parameter, element = self._at(index, offset + position)
+        if instead is not None and np.any(given.values):  # buckets without any gradient look all alike
+            message = f"handed over bucket {instead} where bucket {index} was due"
         else:
+            instead = None
             place = "its padding" if parameter is None else f"parameter {parameter}, element {element}"
-            message = f"handed {float(got[position])!r} to the sum for {place}, its own gradient is {float(wanted)!r}"
+            message = (
+                f"handed over {float(given.values[position])!r} for {place} of bucket {index}, "
+                f"where it has {float(wanted[position])!r}"
+            )
         self.found.append(
             Handed(
-                step=self._plan.index,
-                stage=Stage.REDUCE,
+                step=plan.index,
+                stage=stage,
                 message=message,
                 bucket=index,
-                instead=swapped,
+                instead=instead,
                 parameter=parameter,
                 element=element,
             )
         )
 
-    def _first_difference(self, got: NDArray[np.float64], index: int) -> int | None:
-        wanted, magnitude = self._wanted(index)
-        tolerance = 0.0 if self._scenario.values.domain is not Domain.GENERAL else _RELATIVE * magnitude
-        with np.errstate(invalid="ignore", over="ignore"):
-            same = (got == wanted) | (np.abs(got - wanted) <= tolerance) | ~np.isfinite(wanted)
-        different = np.flatnonzero(~same)
-        return int(different[0]) if different.size else None
+    def _norm(self, plan: StepPlan, given: float) -> None:
+        """In the norm stage this should be the square of this rank's shard."""
+        gradient = self._gradient()
+        if gradient is None:
+            return
+        wanted = float((gradient.detach().double() ** 2).sum())
+        finite = np.isfinite(wanted), np.isfinite(given)
+        if not any(finite) or (all(finite) and abs(given - wanted) <= _NORM_RELATIVE * wanted):
+            return
+        message = f"handed {given!r} to the all-reduce of the norm, where its shard has {wanted!r}"
+        self.found.append(Handed(step=plan.index, stage=Stage.NORM, message=message))
 
-    def _wanted(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """A bucket of the sum of this rank's parts, padded with zeros, and the sum of their magnitudes."""
-        if not self._own.size:
-            self._own, self._magnitude = self._own_sum()
+    def _due_in_sum(self, index: int, _dtype: torch.dtype) -> tuple[_Values, _Values, int]:
+        """A bucket of the sum of this rank's parts, padded with zeros."""
+        if self._own is None:
+            self._own = self._own_sum()
         bucket = self._partition.buckets[index]
         padding = np.zeros(bucket.padded - bucket.length)
-        own = np.concatenate([self._own[bucket.start : bucket.end], padding])
-        return own, np.concatenate([self._magnitude[bucket.start : bucket.end], padding])
+        values, magnitudes = (np.concatenate([each[bucket.start : bucket.end], padding]) for each in self._own)
+        exact = self._scenario.values.domain is not Domain.GENERAL
+        return values, magnitudes * (0.0 if exact else _RELATIVE), 0
 
-    def _own_sum(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        total = np.zeros(self._scenario.numel)
-        magnitude = np.zeros(self._scenario.numel)
+    def _own_sum(self) -> tuple[_Values, _Values]:
+        """This rank's parts added, and their magnitudes, over all elements."""
+        total, magnitude = np.zeros(self._scenario.numel), np.zeros(self._scenario.numel)
         plan = self._plan
         start = 0
         for index, parameter in enumerate(self._scenario.parameters):
-            for part in range(len(plan.parts) if plan is not None else 0):
+            for part in range(len(plan.parts)) if plan is not None else ():
                 values = contributions.contribution(self._scenario, plan, self._rank, part, index)  # type: ignore[arg-type]
                 if values is not None:
                     total[start : start + parameter.numel] += values
                     magnitude[start : start + parameter.numel] += np.abs(values)
             start += parameter.numel
         return total, magnitude
+
+    def _due_in_gather(self, index: int, dtype: torch.dtype) -> tuple[_Values, _Values, int]:
+        """This rank's piece of a bucket of the master weights, rounded; what is in its padding is free (nan)."""
+        bucket = self._partition.buckets[index]
+        length = bucket.padded // self._partition.world
+        offset = self._rank * length
+        start, end = min(bucket.start + offset, bucket.end), min(bucket.start + offset + length, bucket.end)
+        flat = torch.cat([master.detach().reshape(-1) for master in self._masters()])[start:end].cpu()
+        values = np.full(length, np.nan)
+        values[: end - start] = flat.to(dtype).double().numpy()
+        return values, np.zeros(length), offset
 
     def _at(self, index: int, position: int) -> tuple[str | None, int | None]:
         """The parameter and the element in it at a position of a bucket; None in its padding."""
@@ -170,11 +192,26 @@ class Inspection:
         return None, None
 
 
-def _flat(tensors: object) -> NDArray[np.float64] | None:
-    """The elements of a tensor, or of those of a list end to end; None of anything else."""
-    given = tensors if isinstance(tensors, Sequence) else [tensors]
-    listed = [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-    if not listed or len(listed) != len(given):
+def _is(given: _Given, due: Callable[[int, torch.dtype], tuple[_Values, _Values, int]], index: int) -> bool:
+    wanted, tolerance, _ = due(index, given.dtype)
+    comparable = wanted.size == given.values.size and bool(np.isfinite(wanted).any())
+    return comparable and _first_difference(given.values, wanted, tolerance) is None
+
+
+def _first_difference(got: _Values, wanted: _Values, tolerance: _Values) -> int | None:
+    """Where the first differs; what should be inf or nan passes."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (got == wanted) | (np.abs(got - wanted) <= tolerance) | ~np.isfinite(wanted)
+    different = np.flatnonzero(~same)
+    return int(different[0]) if different.size else None
+
+
+def _given(contribution: object) -> _Given | None:
+    """A tensor's elements, or those of a list of them end to end; None of anything else."""
+    listed = contribution if isinstance(contribution, Sequence) else [contribution]
+    tensors = [tensor for tensor in listed if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    if not tensors or len(tensors) != len(listed):
         return None
     with torch.no_grad():
-        return np.concatenate([tensor.detach().reshape(-1).double().cpu().numpy() for tensor in listed])
+        values = np.concatenate([tensor.detach().reshape(-1).double().cpu().numpy() for tensor in tensors])
+    return _Given(values, tensors[0].dtype)

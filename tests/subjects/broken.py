@@ -75,11 +75,25 @@ class Bf16SumAtWorldThree(PlainZero):
 class SwapsEqualBuckets(PlainZero):
     """Bug: the last rank reduces the first two buckets in the other order, if they are equally long.
 
-    Trigger: world 2, two equal buckets. First: gradient/spill at reduce.
+    Trigger: world 2, two equal buckets. First: gradient/spill at reduce, which is then told to be a swap (traffic).
     """
 
     def _reduce_order(self) -> Sequence[int]:
         order = list(super()._reduce_order())
+        lengths = [end - start for start, end, _ in self._cuts[:2]]
+        if 0 < self.rank == self.world - 1 and len(lengths) == 2 and lengths[0] == lengths[1]:
+            order[:2] = [1, 0]
+        return order
+
+
+class SwapsEqualBucketsInGather(PlainZero):
+    """Bug: the last rank gathers the first two buckets in the other order, if they are equally long.
+
+    Trigger: world 2, two equal buckets, visible updates. First: weights at gather, which is then told to be a swap.
+    """
+
+    def _gather_order(self) -> Sequence[int]:
+        order = list(super()._gather_order())
         lengths = [end - start for start, end, _ in self._cuts[:2]]
         if 0 < self.rank == self.world - 1 and len(lengths) == 2 and lengths[0] == lengths[1]:
             order[:2] = [1, 0]
