@@ -67,7 +67,7 @@ EVERY_KIND: tuple[Fault, ...] = (
     Hang(rank=0, step=0, stage=Stage.NORM, collective=0, how="native"),
     Mute(rank=1),
     Slow(rank=0, step=2, stage=Stage.GATHER, milliseconds=3),
-    Delay(rank=0, step=None, stage=Stage.BUILD, collective=0, milliseconds=10_000),
+    Delay(rank=0, step=None, stage=Stage.BUILD, collective=0, milliseconds=2_000),
     Skip(rank=1, step=0, stage=Stage.REDUCE, collective=2),
     Duplicate(rank=0, step=0, stage=Stage.REDUCE, collective=0),
     Corrupt(rank=0, step=0, stage=Stage.REDUCE, collective=0, what="slice"),
@@ -125,7 +125,7 @@ CHOICES = ", ".join(repr(kind(fault)) for fault in EVERY_KIND)
         ([{name: SKIP[name] for name in SKIP if name != "collective"}], "$.faults[0]: object missing required field"),
         ([{**SKIP, "often": 3}], "$.faults[0]: object contains unknown field `often`"),
         ([{**SKIP, "rank": -1}], "$.faults[0].rank: expected `int` >= 0"),
-        ([{**SKIP, "fault": "delay", "milliseconds": 10_001}], "$.faults[0].milliseconds: expected `int` <= 10000"),
+        ([{**SKIP, "fault": "delay", "milliseconds": 2_001}], "$.faults[0].milliseconds: expected `int` <= 2000"),
         ([{**KILL, "signal": 0}], "$.faults[0].signal: expected `int` >= 1"),
         ([SKIP] * 17, "$.faults: expected `array` of length <= 16"),
         # Well-formed, but it could never strike.
