@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test-cpu train bench lint fmt clean
+.PHONY: help setup verify test-cpu train bench soak lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -38,6 +38,9 @@ train: $(READY) ## train a small language model sharded and unsharded, side by s
 
 bench: $(READY) ## what a scenario costs, as a ratio to its own collectives and arithmetic run bare
 	$(RUN) harness bench
+
+soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th, every verdict checked, nothing left behind
+	$(RUN) harness soak
 
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)

@@ -11,7 +11,7 @@ in :mod:`harness.faults.expect`.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -108,6 +108,9 @@ class Corrupt(_AtCollective, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 Fault = Kill | Exit | Raise | Stop | Hang | Mute | Slow | Delay | Skip | Duplicate | Corrupt
+
+KINDS: Final[tuple[str, ...]] = tuple(str(form.__struct_config__.tag) for form in get_args(Fault))
+"""Their names, as in a case file."""
 
 REDUCED_STAGES: Final = (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER)
 DISCARDED_STAGES: Final = (Stage.COLLECT, Stage.UPDATE)

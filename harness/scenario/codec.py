@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from harness.errors import CaseError
-from harness.faults.language import Corrupt, Fault, Hang
+from harness.faults.language import KINDS, Corrupt, Hang
 from harness.scenario.model import MAX_ELEMENTS, SCHEMA_VERSION, Count, Domain, Operation, Parameter, Scenario, check
 from harness.verdict import Stage
 
@@ -83,7 +83,7 @@ _CHOICES = {
     "dtype": ["bf16", "fp16", "fp32"],
     "domain": [domain.value for domain in Domain],
     "system": ["zero_master"],
-    "fault": [fault.__struct_config__.tag for fault in typing.get_args(Fault)],
+    "fault": list(KINDS),
     "stage": [stage.value for stage in Stage],
     "how": _literals(Hang, "how"),
     "what": _literals(Corrupt, "what"),

@@ -36,11 +36,23 @@ class Builtin:
     summary: str
 
 
+_ZERO_MASTER = Capabilities(norm="fp64", traffic=True, static_memory=True, strict_padding_rule=True)
+
 BUILTIN: dict[str, Builtin] = {
     "zero2": Builtin(
         target="zero2core.zero_master:ZeroMaster",
-        capabilities=Capabilities(norm="fp64", traffic=True, static_memory=True, strict_padding_rule=True),
+        capabilities=_ZERO_MASTER,
         summary="zero2core.ZeroMaster: fp32 masters, AdamW moments and gradients sharded (ZeRO-2)",
+    ),
+    "canary-bit": Builtin(
+        target="harness.faults.canary:WrongBit",
+        capabilities=_ZERO_MASTER,
+        summary="zero2 with one wrong bit in one reduced gradient: must be caught",
+    ),
+    "canary-exit": Builtin(
+        target="harness.faults.canary:Silent",
+        capabilities=_ZERO_MASTER,
+        summary="zero2 of which one rank ends with exit code 0 in the gather: must be caught",
     ),
 }
 

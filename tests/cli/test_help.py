@@ -22,6 +22,7 @@ VERBS = {
     "train": "--subject --subject-arg --world --steps --text --seed --json",
     "doctor": "--world --backend --json",
     "bench": "--subject --subject-arg --world --examples --seed --json",
+    "soak": "--subject --subject-arg --world --examples --every --seconds --seed --report --json --timeout",
     "list": "--json",
 }
 
@@ -63,7 +64,7 @@ def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
         assert all(f"\n  {name}" in shown.stdout for name in names)
 
 
-@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "list"])
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "soak", "list"])
 def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
     """It would cost more than a second, and the parent must stay free of whatever torch starts."""
     modules = {
@@ -72,6 +73,7 @@ def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
         "train": "harness.train.campaign, harness.train.show",
         "doctor": "harness.doctor.examination, harness.doctor.show",
         "bench": "harness.bench.campaign, harness.bench.show",
+        "soak": "harness.soak.campaign, harness.soak.show",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
     }[verb]
     program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"

@@ -78,6 +78,7 @@ def test_checks_survive_python_o(path: Path) -> None:
         "harness.train.campaign",
         "harness.doctor.examination",
         "harness.bench.campaign",
+        "harness.soak.campaign",
     ],
 )
 def test_the_waiting_process_imports_no_torch(module: str) -> None:
