@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from harness.canary import check_canaries
 from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted
 from harness.errors import UsageError
@@ -160,6 +161,8 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
         with _ranks(options, pool) as ranks:
             evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
+            if source.total >= FULL_CAMPAIGN:
+                check_canaries(ranks, options.worlds[0])
             search = _Search(options, observer, evaluator, tally, source)
             try:
                 found = search.run()

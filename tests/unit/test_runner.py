@@ -20,7 +20,7 @@ import pytest
 from harness import runner
 from harness.drive.tasks import CheckSubject, SubjectCheck, decode_task, encode
 from harness.errors import UsageError
-from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.pool import RankPool
 from harness.report.result import EXIT_HOLDS, EXIT_INTERRUPTED, EXIT_UNKNOWN, EXIT_VIOLATED, Result
 from harness.runner import REPEAT_EVERY, REPLAYS, CampaignOptions, bucket_for, replay_case, run_campaign
@@ -86,6 +86,23 @@ def silent(rank: int, end: RankEnd) -> RankReport:
     return RankReport(rank, end, None, (), None, "", None)
 
 
+def wrong_bit(world: int, rank: int | None = None) -> list[RankReport]:
+    """What the ranks say of the first canary; ``rank`` is the one that finds a wrong bit, by default the last."""
+    found = Divergence(
+        property=Property.GRADIENT, stage=Stage.REDUCE, step=0, rank=rank or world - 1, message="planted"
+    )
+    verdicts = [RankVerdict(rank=each, status=RankStatus.DONE) for each in range(world)]
+    verdicts[found.rank or 0] = msgspec.structs.replace(verdicts[found.rank or 0], divergence=found)
+    return [replied(said) for said in verdicts]
+
+
+def exits(world: int) -> list[RankReport]:
+    """What becomes of the second one: it tells where it is, as a trail would, and ends."""
+    at = Divergence(property=Property.PROGRESS, stage=Stage.GATHER, step=0, rank=world - 1, message="exit code 0")
+    last = replied(RankVerdict(rank=world - 1, status=RankStatus.RAISED, divergence=at))
+    return [*(replied(RankVerdict(rank=rank, status=RankStatus.DONE)) for rank in range(world - 1)), last]
+
+
 class CannedPool:
     """Stands for the ranks; ``cost_s`` is added to the clock for each scenario, and ``raises`` thrown before one."""
 
@@ -97,16 +114,23 @@ class CannedPool:
         self.raises: dict[int, BaseException] = {}
         self.scenarios: list[Scenario] = []
         self.worlds_checked: list[int] = []
+        self.canaries = {"canary-bit": wrong_bit, "canary-exit": exits}
+        self.num_canaries = 0
         self.clock_s = 0.0
         self.cost_s = 0.0
         self.num_open = self.num_closed = 0
 
-    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
+    def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch | None = None) -> Outcome:
         decoded = decode_task(task)
+        canary = self.canaries.get(decoded.subject.path)
         if isinstance(decoded, CheckSubject):
-            self.worlds_checked.append(world)
-            reply = encode(SubjectCheck(self.problem))
+            if canary is None:
+                self.worlds_checked.append(world)
+            reply = encode(SubjectCheck(self.problem if canary is None else None))
             reports = [RankReport(rank, RankEnd.REPLIED, reply, (), None, "", None) for rank in range(world)]
+        elif canary is not None:
+            self.num_canaries += 1
+            reports = canary(world)
         else:
             run = len(self.scenarios)
             if run in self.raises:
@@ -369,6 +393,40 @@ def test_a_full_campaign_that_reached_and_checked_everything_holds(campaign: Cam
     assert len(pool.scenarios) == 300 + 300 // REPEAT_EVERY
     assert result.properties["determinism"] == 300 // REPEAT_EVERY
     assert result.examples.run == 300
+
+
+def test_a_full_campaign_begins_with_the_canaries_and_a_short_one_does_not(
+    campaign: Campaign, pool: CannedPool
+) -> None:
+    campaign(worlds=(3,), examples=299)
+    assert pool.num_canaries == 0
+
+    campaign(worlds=(3,), examples=300)
+    assert pool.num_canaries == 2
+
+
+@pytest.mark.parametrize("bird", ["canary-bit", "canary-exit"])
+def test_a_canary_that_passes_means_that_the_harness_is_broken(bird: str, campaign: Campaign, pool: CannedPool) -> None:
+    pool.canaries[bird] = lambda world: [
+        replied(RankVerdict(rank=rank, status=RankStatus.DONE)) for rank in range(world)
+    ]
+
+    result = campaign(worlds=(3,), examples=300)
+
+    assert (result.verdict, result.exit_code) == ("unknown", EXIT_UNKNOWN)
+    assert (result.reason or "").startswith(f"the harness is broken: {bird}")
+    assert pool.scenarios == []
+
+
+def test_a_canary_found_out_for_something_else_is_as_bad(campaign: Campaign, pool: CannedPool) -> None:
+    pool.canaries["canary-bit"] = lambda world: wrong_bit(world, rank=1)
+
+    result = campaign(worlds=(3,), examples=300)
+
+    assert result.verdict == "unknown"
+    assert "stage reduce of rank 2, but was found to violate gradient at stage reduce of rank 1" in (
+        result.reason or ""
+    )
 
 
 @pytest.mark.parametrize("lacking", [Situation.CLIPPING_ACTIVE, Situation.WIDE_PARTIAL_SUM])
