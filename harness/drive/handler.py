@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,9 +11,10 @@ import msgspec
 import torch
 
 from harness.drive.driver import Driver
-from harness.drive.isolation import Isolation
+from harness.drive.isolation import Isolation, interrupted
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Trail
+from harness.errors import exception_text
 from harness.launch.rank import RankBroken, RankContext
 from harness.subjects.builtin import capabilities
 from harness.subjects.load import SubjectError, load_class
@@ -84,7 +86,14 @@ def _isolated(
         inspect=task.inspect,
         around=isolation.around,
     )
-    verdict = driver.run()
+    try:
+        verdict = driver.run()
+    except BaseException as error:
+        if not interrupted(error):
+            raise
+        message = f"code of the class that nobody had called (a signal handler?) raised {exception_text(error)}"
+        driver.record.diverge(Property.PROGRESS, message)
+        verdict = driver.record.verdict(RankStatus.RAISED, traceback.format_exc())
     destroyed = isolation.group_is_gone
     with isolation.around():
         del driver  # the subject with it: what its finaliser does belongs to this scenario

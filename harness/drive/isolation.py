@@ -8,9 +8,11 @@ harness's arithmetic depends on are then exchanged each time, all others once, a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 from harness.drive.growth import Growth, default_group
@@ -19,6 +21,7 @@ from harness.scenario.model import Scenario
 
 _ARITHMETIC = tuple(index for index, state in enumerate(STATES) if state.arithmetic)
 _UNREADABLE = object()
+_OURS = sys.stdlib_module_names | {"harness", "torch", "numpy", "msgspec"}
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,15 @@ class Isolation:
         names = {STATES[index].name for index in away}
         self._rearm("signal handlers" in names)
         return stuck
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether an exception that came out of the harness began in code of the class's, which nobody had called.
+
+    Handlers of signals and trace functions run, and raise, wherever the program is just then.
+    """
+    roots = (frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__))
+    return any(root not in _OURS for root in roots)
 
 
 def _read(index: int) -> Any:  # noqa: ANN401 (a value of any state)
