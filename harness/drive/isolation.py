@@ -126,10 +126,6 @@ class Isolation:
             stuck.append(Streams.name)
         for index in away:
             _write(index, self._home[index])
-        # Two states may be entangled (inference mode turns the grad mode off): only after all of them it can be told.
-        for index in away:
-            if not _equal(_read(index), self._home[index]):
-                _write(index, self._home[index])
         stuck += [STATES[index].name for index in away if not _equal(_read(index), self._home[index])]
         names = {STATES[index].name for index in away}
         self._rearm("signal handlers" in names)

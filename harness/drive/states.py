@@ -243,8 +243,9 @@ STATES = (
     State("default dtype", torch.get_default_dtype, torch.set_default_dtype, arithmetic=True),
     # An empty tensor tells in a third of the time that torch.get_default_device() takes.
     State("default device", lambda: torch.empty(0).device, _set_default_device, arithmetic=True),
-    State("grad mode", torch.is_grad_enabled, _set_grad_mode, arithmetic=True),
+    # Before the grad mode, which it changes too.
     State("inference mode", torch.is_inference_mode_enabled, _set_inference),
+    State("grad mode", torch.is_grad_enabled, _set_grad_mode, arithmetic=True),
     State("autocast", _autocast, _set_autocast, arithmetic=True),
     State(
         "deterministic algorithms",

@@ -12,7 +12,6 @@ from harness.evaluate import start_pool
 from harness.launch.pool import RankPool
 from harness.report.result import Result
 from harness.scenario import presets
-from harness.scenario.model import Scenario
 from harness.subjects.source import Scalar
 from harness.verdict import RankStatus, RankVerdict
 from tests.subjects.rude import RUDE
@@ -20,15 +19,16 @@ from tests.support import SUBJECTS, Campaigns
 
 TIMEOUT_S = 120.0  # of one scenario of a few milliseconds
 PLAIN = "plain.py:PlainZero"
-SCENARIOS = presets.campaign(presets.parameters("tiny-mlp"), world=2, bucket=1000, seed=3)
+# One step of two parts, whose sums round.
+SCENARIO = presets.campaign(presets.parameters("tiny-mlp"), world=2, bucket=1000, seed=3)[1]
 
 
 def verdicts(
-    pool: RankPool, subject: str, args: dict[str, Scalar] | None = None, scenario: Scenario = SCENARIOS[1]
+    pool: RankPool, subject: str, args: dict[str, Scalar] | None = None, *, exchanges: bool = False
 ) -> list[RankVerdict]:
     """What the ranks say about one scenario of ``FILE.py:Class``; none may fail to answer."""
-    task = RunScenario(SubjectName(str(SUBJECTS / subject), args or {}), scenario)
-    outcome = pool.run(scenario.world, encode(task), timeout_s=TIMEOUT_S)
+    task = RunScenario(SubjectName(str(SUBJECTS / subject), args or {}), SCENARIO, exchanges)
+    outcome = pool.run(SCENARIO.world, encode(task), timeout_s=TIMEOUT_S)
     assert outcome.replied, [report.error or report.output for report in outcome.ranks]
     return [msgspec.msgpack.decode(report.reply or b"", type=RankVerdict) for report in outcome.ranks]
 
@@ -76,11 +76,26 @@ def test_a_class_that_ends_its_rank_is_violated_and_the_next_holds(
     assert_holds(after)
 
 
-def test_a_function_of_torch_that_was_broken_in_the_end_works_in_the_next_scenario(scenario_pool: RankPool) -> None:
-    for verdict in verdicts(scenario_pool, "rude.py:BreaksAllReduce"):
+def test_functions_of_torch_that_were_broken_in_the_end_work_in_the_next_scenario(scenario_pool: RankPool) -> None:
+    for verdict in verdicts(scenario_pool, "rude.py:BreaksCollectives"):
         assert (verdict.status, verdict.divergence) == (RankStatus.DONE, None)
         assert verdict.changed == ("functions of torch.distributed",)
     require_polite(scenario_pool)
+
+
+def test_the_harness_itself_calls_the_functions_of_torch(scenario_pool: RankPool) -> None:
+    for verdict in verdicts(scenario_pool, "rude.py:KeepsCollectivesToItself", exchanges=True):
+        assert (verdict.status, verdict.divergence) == (RankStatus.DONE, None), verdict.detail
+        assert verdict.changed == ("functions of torch.distributed",)
+    require_polite(scenario_pool)
+
+
+def test_the_reference_does_not_flush_what_the_class_flushes(campaigns: Campaigns) -> None:
+    """In one process: else both would be wrong in the same way, or the reference be blamed."""
+    result = campaigns.run("rude.py:FlushesSubnormals", worlds=(1,), examples=80)
+
+    assert result.failure is not None
+    assert (result.failure.property, result.failure.stage) == ("spill", "reduce")
 
 
 def test_a_process_that_lost_its_group_is_not_to_be_used_again() -> None:
@@ -93,7 +108,7 @@ def test_a_process_that_lost_its_group_is_not_to_be_used_again() -> None:
 def test_a_rank_shows_where_it_hangs_though_an_earlier_class_took_all_signals() -> None:
     with start_pool() as pool:
         verdicts(pool, "rude.py:Rude", {"how": "signals"})
-        task = RunScenario(SubjectName(str(SUBJECTS / "broken.py:HangsInNorm")), SCENARIOS[1])
+        task = RunScenario(SubjectName(str(SUBJECTS / "broken.py:HangsInNorm")), SCENARIO)
         outcome = pool.run(2, encode(task), timeout_s=3.0)
 
     hung = [report for report in outcome.ranks if report.stacks is not None]

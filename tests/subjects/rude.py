@@ -130,11 +130,14 @@ def _patch_all_reduce() -> None:
     dist.all_reduce = lambda *args, **kwargs: original(*args, **kwargs)
 
 
-def _break_all_reduce() -> None:
+def _break_collectives() -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("planted: nobody may call this")
 
-    dist.all_reduce = dist.distributed_c10d.all_reduce = broken
+    for module in (dist, dist.distributed_c10d):
+        for name in ("all_reduce", "all_gather", "reduce_scatter_single", "reduce_scatter_tensor"):
+            if hasattr(module, name):
+                setattr(module, name, broken)
 
 
 def _take_hooks() -> None:
@@ -151,7 +154,7 @@ RUDE = {
     "default dtype": Act(lambda: torch.set_default_dtype(torch.float64), ("default dtype",)),
     "default device": Act(lambda: torch.set_default_device("meta"), ("default device",)),
     "no grad": Act(lambda: torch.set_grad_enabled(False), ("grad mode",)),
-    "inference mode": Act(lambda: _enter(torch.inference_mode()), ("grad mode", "inference mode")),
+    "inference mode": Act(lambda: _enter(torch.inference_mode()), ("inference mode", "grad mode")),
     "autocast": Act(lambda: _enter(torch.autocast("cpu")), ("autocast",)),
     "deterministic": Act(lambda: torch.use_deterministic_algorithms(True), ("deterministic algorithms",)),
     "errstate": Act(lambda: np.seterr(all="raise"), ("numpy errstate",)),
@@ -215,11 +218,44 @@ class InterruptsTheHarness(Careful):
             raise TimeoutError("planted: it took too long")
 
 
-class BreaksAllReduce(Careful):
-    """Right; after its last norm of a scenario ``torch.distributed.all_reduce`` raises, until it is put back."""
+class BreaksCollectives(Careful):
+    """Right; in its end functions of ``torch.distributed`` raise, until they are put back."""
 
     def __del__(self) -> None:
-        _break_all_reduce()
+        _break_collectives()
+
+
+_all_reduce, _all_gather, _reduce_scatter = dist.all_reduce, dist.all_gather, dist.reduce_scatter
+
+
+class KeepsCollectivesToItself(PlainZero):
+    """Right; from its constructor on nobody else can call collectives, also not the harness, unless it goes home."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        _break_collectives()
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        piece = flat.new_empty(len(flat) // self.world)
+        _reduce_scatter(piece, list(flat.split(len(piece))))
+        return piece
+
+    def _gather(self, piece: Tensor) -> Tensor:
+        pieces = [piece.new_empty(len(piece)) for _ in range(self.world)]
+        _all_gather(pieces, piece)
+        return torch.cat(pieces)
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        _all_reduce(value)
+        return value
+
+
+class FlushesSubnormals(Careful):
+    """Takes subnormal numbers for zeros, and so adds parts wrongly: ``spill`` at reduce, of a step of several."""
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        torch.set_flush_denormal(True)
 
 
 class LeaksGroups(Careful):
