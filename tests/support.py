@@ -42,9 +42,10 @@ class Campaigns:
         seed: int = 5,
         timeout_s: float | None = None,
         shrink_s: float = 2.0,
+        args: dict[str, source.Scalar] | None = None,
     ) -> Result:
         """A campaign over ``FILE.py:Class`` of tests/subjects, or over a built-in name."""
-        options = self._options(subject, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s)
+        options = self._options(subject, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s, args=args)
         return run_campaign(options, Silent(), self.pool)
 
     def replay(self, case: Path, subject: str) -> Result:
@@ -62,9 +63,10 @@ class Campaigns:
         *,
         examples: int,
         shrink_s: float,
+        args: dict[str, source.Scalar] | None = None,
     ) -> CampaignOptions:
         return CampaignOptions(
-            subject=source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject),
+            subject=source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject, args),
             worlds=worlds,
             backend="gloo",
             seed=seed,

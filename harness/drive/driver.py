@@ -12,7 +12,7 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,11 +82,13 @@ class Driver:
         *,
         exchanges: bool = True,
         inspect: bool = False,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`."""
+        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`; ``around`` each subject's call."""
         self.inspect = inspect
         self.context = context
         self.exchanges = exchanges
+        self.around = around
         self.cls = cls
         self.args = args
         self.capabilities = capabilities
@@ -124,6 +126,13 @@ class Driver:
 
     @contextmanager
     def _subject(self, call: str) -> Iterator[None]:
+        """Around all that runs code of the subject's, in its environment; whatever is raised there is its affair."""
+        with self._blamed(call), self.around():
+            yield
+
+    @contextmanager
+    def _blamed(self, call: str) -> Iterator[None]:
+        """Around what the harness does with things of the subject's, in its own environment."""
         try:
             if self.faults is not None:
                 self.faults.subject_called()
@@ -299,7 +308,7 @@ class Driver:
         self._check_released(handed_over, "discard()")
         self._compare_weights("after discard()")
         self.record.enter(self.record.step, Stage.UPDATE)
-        with self._subject("master.grad"):
+        with self._blamed("master.grad"):
             self.optimizer.step()
         if self.record.clean:
             # Nothing may be left: an optimizer step after a discard must not move anything.
@@ -490,7 +499,7 @@ class Driver:
         active = coefficient < 1.0
         if 0.0 < coefficient <= 1.0:  # what an infinite norm, or none at all, leaves shows nothing
             self.record.reached(Situation.CLIPPING_ACTIVE if active else Situation.CLIPPING_INACTIVE)
-        with self._subject("master.grad"):
+        with self._blamed("master.grad"):
             self._gradient().mul_(coefficient)
         self.reference.scale_gradients(coefficient)
         if self.record.clean:
@@ -538,7 +547,7 @@ class Driver:
         self.record.enter(self.record.step, Stage.UPDATE)
         if self.sample is not None:
             self.sample.step()
-        with self._subject("master.grad"):
+        with self._blamed("master.grad"):
             self.optimizer.step()
         self.reference.step()
         if self.record.clean:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import msgspec
 import torch
 
 from harness.drive.driver import Driver
-from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_task, encode
+from harness.drive.isolation import Isolation, interrupted
+from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Trail
+from harness.errors import exception_text
 from harness.launch.rank import RankBroken, RankContext
 from harness.subjects.builtin import capabilities
 from harness.subjects.load import SubjectError, load_class
-from harness.verdict import RankStatus
+from harness.verdict import Property, RankStatus, RankVerdict
 
 # The first optimizer of a process makes torch import its compiler, a second of work. This module is imported before
 # ranks are forked: done here, it is done once instead of in every rank.
@@ -21,15 +26,17 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 class LoadedSubjects:
-    """The subjects' classes in this rank, each imported once."""
+    """The subjects' classes in this rank, each imported once; ``importing`` is entered around each import."""
 
-    def __init__(self) -> None:
+    def __init__(self, importing: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
+        self._importing = importing or (lambda path: nullcontext())
         self._classes: dict[str, type] = {}
 
     def load(self, subject: SubjectName) -> Callable[..., Any]:
         """The class, checked; raises :class:`harness.subjects.load.SubjectError`."""
         if subject.path not in self._classes:
-            self._classes[subject.path] = load_class(subject.path, subject.args)
+            with self._importing(subject.path):
+                self._classes[subject.path] = load_class(subject.path, subject.args)
         return self._classes[subject.path]
 
     def check(self, subject: SubjectName) -> SubjectCheck:
@@ -44,29 +51,55 @@ class LoadedSubjects:
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
     trail = Trail(context.directory, context.world, context.rank)
-    subjects = LoadedSubjects()
+    isolation = Isolation(context.rank, context.rearm)
+    subjects = LoadedSubjects(isolation.importing)
 
     def answer(message: bytes) -> bytes:
         task = decode_task(message)
         if isinstance(task, CheckSubject):
             return encode(subjects.check(task.subject))
-        subject = task.subject
-        cls = subjects.load(subject)
-        driver = Driver(
-            context,
-            cls,
-            subject.args,
-            capabilities(subject.path),
-            task.scenario,
-            trail,
-            exchanges=task.exchanges,
-            inspect=task.inspect,
-        )
-        verdict = driver.run()
+        cls = subjects.load(task.subject)
+        verdict = _isolated(context, isolation, cls, task, trail)
         payload = encode(verdict)
         if verdict.status is RankStatus.DONE:
             return payload
         # The subject stopped half-way: collectives may be under way. Only before the first of them is the group clean.
-        raise RankBroken(payload, reusable=not context.collectives.entries)
+        raise RankBroken(payload, reusable=not context.collectives.entries and verdict.recycle is None)
 
     return answer
+
+
+def _isolated(
+    context: RankContext, isolation: Isolation, cls: Callable[..., Any], task: RunScenario, trail: Trail
+) -> RankVerdict:
+    """Drive a scenario; nothing that the subject does to its process outlasts it."""
+    subject, scenario = task.subject, task.scenario
+    isolation.begin(subject.path, scenario)
+    driver = Driver(
+        context,
+        cls,
+        subject.args,
+        capabilities(subject.path),
+        scenario,
+        trail,
+        exchanges=task.exchanges,
+        inspect=task.inspect,
+        around=isolation.around,
+    )
+    try:
+        verdict = driver.run()
+    except BaseException as error:
+        if not interrupted(error):
+            raise
+        message = f"code of the class that nobody had called (a signal handler?) raised {exception_text(error)}"
+        driver.record.diverge(Property.PROGRESS, message)
+        verdict = driver.record.verdict(RankStatus.RAISED, traceback.format_exc())
+    destroyed = isolation.group_is_gone
+    with isolation.around():
+        del driver  # the subject with it: what its finaliser does belongs to this scenario
+    left = isolation.end(subject.path, scenario)
+    divergence = verdict.divergence
+    if destroyed and divergence is not None and divergence.property is Property.PROGRESS:
+        message = f"{divergence.message} (the class destroyed the default process group)"
+        divergence = msgspec.structs.replace(divergence, message=message)
+    return msgspec.structs.replace(verdict, divergence=divergence, changed=left.changed, recycle=left.recycle)

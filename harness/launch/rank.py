@@ -67,6 +67,8 @@ class RankContext:
         collectives: Every collective called since the task began.
         emit: Sends an interim message to the parent, where it is in the report also if this rank then ends badly. To be
             called from the thread that runs the handler.
+        rearm: Makes the process show its stacks to the parent again, after what it ran may have taken the signal or
+            the file away; ``rearm(True)`` if it may have installed handlers of its own for signals.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class RankContext:
     directory: Path
     collectives: CollectiveLog
     emit: Callable[[bytes], None]
+    rearm: Callable[[bool], None] = lambda lost: None
 
 
 def main(descriptor: int) -> NoReturn:
@@ -86,7 +89,8 @@ def main(descriptor: int) -> NoReturn:
     except (BrokenPipeError, ConnectionResetError):
         os._exit(0)  # The parent is gone: nobody to tell.
     except BaseException:  # noqa: BLE001 (said in the log and by the exit code)
-        traceback.print_exc()
+        with contextlib.suppress(Exception):  # a subject may have closed or replaced the stream
+            traceback.print_exc()
         os._exit(70)
 
 
@@ -110,9 +114,9 @@ def _serve(channel: Channel) -> NoReturn:
         os._exit(0)
     hello = msgspec.msgpack.decode(first.payload, type=Hello)
     process.die_with_parent(hello.zygote)
-    log = _redirect(hello)
+    log, rearm = _redirect(hello)
     try:
-        context = _join(hello, channel)
+        context = _join(hello, channel, rearm)
         work = _load(hello.handler)(context, hello.setup)
     except BaseException:  # noqa: BLE001 (passed on to the parent)
         channel.send(Kind.UNREADY, _traceback())
@@ -153,17 +157,22 @@ def _answer(work: Work, task: bytes) -> tuple[Kind, bytes]:
 def _exit_as_asked(code: object) -> NoReturn:
     """End as the interpreter would for ``sys.exit(code)``, but without its clean-up, which may wait for other ranks."""
     if code is not None and not isinstance(code, int):
-        sys.stderr.write(f"{code}\n")
+        with contextlib.suppress(Exception):  # the stream may be closed, and the code an object that has no text
+            sys.stderr.write(f"{code}\n")
         code = 1
     _flush()
     os._exit((code or 0) & 0xFF)
 
 
-def _redirect(hello: Hello) -> int:
-    """Output to the log, stacks on SIGUSR1 to their file, input from nowhere; returns the log's descriptor."""
+def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
+    """Output to the log, stacks on SIGUSR1 to their file, input from nowhere.
+
+    Returns the log's descriptor, and :attr:`RankContext.rearm`.
+    """
     _flush()
     # Append mode: the log is cut to nothing while other descriptors of it are open.
-    log = os.open(hello.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    log = _moved_high(os.open(hello.log, flags, 0o600))
     os.dup2(log, 1)
     os.dup2(log, 2)
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -171,15 +180,22 @@ def _redirect(hello: Hello) -> int:
     os.close(nowhere)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
-    stacks = os.open(hello.stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-    faulthandler.enable(file=2, all_threads=True)
+    stacks = _moved_high(os.open(hello.stacks, flags, 0o600))
+
+    def rearm(lost: bool) -> None:
+        if lost:  # or they would be thought to be in force, and left as they are
+            faulthandler.disable()
+            faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+        faulthandler.enable(file=2, all_threads=True)
+
+    rearm(False)
     process.set_name(f"z2-rank{hello.rank}/{hello.world}")
     sys.argv = ["harness-rank"]
-    return log
+    return log, rearm
 
 
-def _join(hello: Hello, channel: Channel) -> RankContext:
+def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> RankContext:
     """Collective: create the default group and let every pair of ranks connect."""
     os.environ.update(process.rank_environment(hello.rank, hello.world, hello.master_port))
     import torch
@@ -213,7 +229,7 @@ def _join(hello: Hello, channel: Channel) -> RankContext:
     if total.item() != hello.world:
         raise RuntimeError(f"the first all-reduce of ones gave {total.item()}: expected {hello.world}, the world")
     emit = _emitter(channel, os.getpid())
-    return RankContext(hello.rank, hello.world, hello.backend, device, Path(hello.directory), collectives, emit)
+    return RankContext(hello.rank, hello.world, hello.backend, device, Path(hello.directory), collectives, emit, rearm)
 
 
 def _emitter(channel: Channel, own: int) -> Callable[[bytes], None]:
