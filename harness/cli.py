@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -19,7 +18,7 @@ import click
 
 import harness
 from harness import ending, inputs
-from harness.errors import UsageError
+from harness.errors import UsageError, one_line
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
 from harness.report.result import Examples, Result
@@ -339,7 +338,7 @@ def replay(
         lambda observer: replay_case(case, Path(file), options, observer),
         options,
         output,
-        first=f"replaying {file} on {options.subject.given}: {describe(case.scenario)}",
+        first=one_line(f"replaying {file} on {options.subject.given}: {describe(case.scenario)}"),
         campaign=False,
     )
 
@@ -682,14 +681,14 @@ def _case_subject(
     file: str, named: SubjectReference | None, subject: str | None, args: dict[str, Scalar]
 ) -> SubjectSource:
     """The subject a case names, unless the command line names another; a case without one means the default."""
-    from harness.subjects.source import parse
+    from harness.subjects.source import from_case, parse
 
     if subject is not None or named is None:
         return parse(DEFAULT_SUBJECT if subject is None else subject, args)
     try:
-        return replace(parse(named.absolute, {**named.args, **args}), given=named.given)
+        return from_case(named.given, named.absolute, {**named.args, **args})
     except UsageError as error:
-        raise UsageError(f"{file}: the case's own subject: {error}; name another with --subject") from None
+        raise UsageError(f"{file}: the case's own subject: {error}; give --subject to say what to run") from None
 
 
 def _complain(message: str, code: int) -> int:

@@ -33,7 +33,7 @@ from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
 from harness.scenario.model import Parameter, Scenario
 from harness.scenario.situations import Situation, reached, required
-from harness.subjects.source import SubjectSource
+from harness.subjects.source import SubjectSource, is_local
 from harness.verdict import Divergence, Oracle, Property, Stage
 
 FULL_CAMPAIGN = 300
@@ -534,19 +534,20 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
             path = codec.save(codec.Case(found.scenario, subject, summary), options.report)
         except (OSError, ValueError) as error:
             note = f" (the case could not be saved: {error})"
+    name_subject = named != subject or not is_local(options.subject)
     return Failure(
         **{**summary, "message": divergence.message + note},
         scenario=describe(found.scenario),
         output=found.evaluation.output or None,
         ranks=found.evaluation.accounts or None,
         case=None if path is None else os.fspath(path),
-        replay=None if path is None else _replay_command(options, path, same_subject=named == subject),
+        replay=None if path is None else _replay_command(options, path, name_subject=name_subject),
     )
 
 
-def _replay_command(options: CampaignOptions, path: Path, *, same_subject: bool) -> str:
+def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:
     words = ["python", "-m", "harness", "replay", os.fspath(path)]
-    if not same_subject:
+    if name_subject:
         words += ["--subject", options.subject.given]
         for name, value in options.subject.args.items():
             words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]

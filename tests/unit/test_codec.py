@@ -177,7 +177,10 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
         (set_("operations", 1, "none", 1, 0, to="x"), "$.operations[1].none[1][0]: expected `int`, got `str`"),
         (set_("operations", 1, "none", 1, 0, to=2), "$.operations[1].none[1]: no such parameter"),
         (set_("operations", 1, "none", 1, to=[1, 0, 1]), "$.operations[1].none[1]: a parameter stands twice"),
-        (set_("operations", 1, "contributors", 0, to=2**31 + 1), "$.operations[1].contributors[0]: expected `int` <= 2147483648"),
+        (
+            set_("operations", 1, "contributors", 0, to=2**31 + 1),
+            "$.operations[1].contributors[0]: expected `int` <= 2147483648",
+        ),
         (set_("operations", 1, "more", to=1), "$.operations[1].more: expected `bool`, got `int`"),
         (set_("operations", 1, "rank", to=1), "$.operations[1]: object contains unknown field `rank`"),
         (
