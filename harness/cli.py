@@ -270,6 +270,7 @@ def verify(
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, worlds)
+    inputs.check_machine(worlds)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
@@ -319,6 +320,7 @@ def replay(
     source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, (case.scenario.world,))
+    inputs.check_machine((case.scenario.world,))
 
     from harness.runner import CampaignOptions, replay_case
 
@@ -388,6 +390,7 @@ def train(
     )
     load_text(options.text)  # only to refuse it before anything is printed
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_machine((world,))
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {seed}")
         with show.TrainProgress(errors, steps) as progress:
@@ -427,6 +430,7 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
     from harness.doctor.examination import run_doctor
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_machine(worlds)
     with _streams(output) as (out, _):
         with show.FindingsReport(out) as report:
             result = run_doctor(worlds, report)
@@ -483,6 +487,7 @@ def bench(
 
     source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_machine(worlds)
     options = BenchOptions(
         subject=source, worlds=worlds, examples=examples, seed=inputs.random_seed() if seed is None else seed
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from harness.capacity import check_ranks
 from harness.errors import UsageError
 from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
@@ -99,12 +100,35 @@ def random_seed() -> int:
     return secrets.randbelow(2**32)
 
 
+def check_machine(worlds: Sequence[int]) -> None:
+    """Whether ranks of these worlds can be started here at all, before any is.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    check_current_directory()
+    check_ranks(worlds)
+
+
+def check_current_directory() -> None:
+    """Subjects are imported from it, and ranks start in it.
+
+    Raises:
+        UsageError: it has been deleted, or cannot be entered.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the current directory cannot be used: {_why(error)}; change into another one") from None
+
+
 def prepare_report(given: str | None) -> Path:
     """The directory for cases, made now where it was asked for; a later failure must not be lost for want of a place.
 
     Raises:
         UsageError: cases could not be written there.
     """
+    check_current_directory()
     path = DEFAULT_REPORT if given is None else Path(given)
     option = f"cases would be saved in {path}/" if given is None else f"--report {given}"
     hint = "; name another directory with --report" if given is None else ""
@@ -227,7 +251,7 @@ def check_backend(backend: str, worlds: Sequence[int]) -> None:
     if backend != "nccl":
         return
     question = "import torch; print(int(torch.distributed.is_nccl_available()), torch.cuda.device_count())"
-    command = [sys.executable, "-c", question]
+    command = [sys.executable, "-P", "-c", question]  # a torch.py in the current directory is not meant
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=True, stdin=subprocess.DEVNULL

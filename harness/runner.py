@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 
 from harness.canary import check_canaries
+from harness.capacity import available_memory
 from harness.drawing import Drawer
-from harness.ending import raise_if_interrupted
+from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
 from harness.faults import expect, language
@@ -175,7 +175,7 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
                 found = search.best
                 observer.note(f"a violation was found, but its case could not be made smaller: {error}")
     except UndecidedError as error:
-        reason = str(error)
+        reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -214,7 +214,7 @@ def replay_case(
             elif _compared_nothing(evaluation.checks):
                 reason = "nothing was compared"
     except UndecidedError as error:
-        reason = str(error)
+        reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
     return _result(options, tally, found, reason, interrupted, replayed=(case, path))
@@ -298,7 +298,7 @@ def bucket_for(parameters: Sequence[Parameter]) -> int:
 def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
     """Refuse what cannot fit before any rank starts."""
     needed = presets.memory_estimate(parameters, world, bucket)
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         numel = sum(parameter.numel for parameter in parameters)
         raise UsageError(

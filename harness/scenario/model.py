@@ -27,8 +27,8 @@ SCHEMA_VERSION: Final = 1
 MAX_WORLD = 256
 MAX_ELEMENTS = 2**40
 
-# What fits a small file, and memory, may still keep ranks busy for days. Each limit is a few hours on two cores, by what
-# was measured there, and far above real use:
+# What fits a small file, and memory, may still keep ranks busy for days. Each limit is a few hours on two cores, by
+# what was measured there, and far above real use:
 # gradient elements over all parts and ranks, 28 ns each (1.2 billion elements at 64 ranks, held and spilled: 2**37.8);
 MAX_GRADIENT_ELEMENTS = 2**38
 # gradient tensors over all parts and ranks, some 100 us each (100,000 parameters, 2 parts, 256 ranks: 2**25.6);
@@ -275,6 +275,7 @@ def _faults_problem(scenario: Scenario) -> str | None:
         if problem is not None:
             return f"faults[{index}].{problem}"
     return None
+
 
 def _work_problem(scenario: Scenario) -> str | None:
     """Why the scenario would run for longer than anybody waits; None when it does not."""

@@ -619,7 +619,7 @@ def test_a_failing_list_is_confirmed_and_saved_as_it_is(campaign: Campaign, pool
 
 
 def memory_of(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    monkeypatch.setattr("harness.runner.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr("harness.runner.available_memory", lambda: available)
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_any_rank_starts(
