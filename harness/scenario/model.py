@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from harness.faults.language import MAX_FAULTS, Fault, place_problem
+from harness.faults.language import MAX_FAULTS, Fault, Slow, place_problem
 from harness.scenario.partition import round_bucket
 
 SCHEMA_VERSION: Final = 1
@@ -35,6 +35,7 @@ MAX_GRADIENT_ELEMENTS = 2**38
 MAX_GRADIENT_TENSORS = 2**26
 # buckets over all steps and ranks, 2 collectives each, some 2 ms (a million elements in buckets of 4, 4 ranks: 2**20).
 MAX_BUCKET_VISITS = 2**22
+MAX_SLOW_MILLISECONDS = 600_000  # of one fault that slows every collective of a stage
 
 # 255 * 2**100 and sums of thousands of them stay far below the largest finite bf16 and fp32 values.
 MAX_EXPONENT = 100
@@ -291,6 +292,10 @@ def _work_problem(scenario: Scenario) -> str | None:
     for path, times, what, size, unit, limit in limits:
         if times * size * scenario.world > limit:
             return f"{path}: {times} {what} x {size} {unit} {of_ranks} are too much work, at most {limit} in all"
+    for index, fault in enumerate(scenario.faults):
+        if isinstance(fault, Slow) and fault.milliseconds * num_buckets > MAX_SLOW_MILLISECONDS:
+            late = f"{fault.milliseconds} ms at each of {num_buckets} buckets"
+            return f"faults[{index}].milliseconds: {late} are too long, at most {MAX_SLOW_MILLISECONDS} ms in all"
     return None
 
 

@@ -346,6 +346,9 @@ def scenario_fields(elements: int, bucket: int, world: int, parts: int, paramete
     return {**json.loads(encode(CASE)), "world": world, "parameters": shapes, "operations": operations}
 
 
+SLOW = {"fault": "slow", "rank": 0, "step": 0, "stage": "reduce", "milliseconds": 10_000}
+
+
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
@@ -359,13 +362,18 @@ def scenario_fields(elements: int, bucket: int, world: int, parts: int, paramete
             scenario_fields(2**20 + 1, 1, world=4, parts=4),
             "operations[0].bucket: 4 steps x 262145 buckets on 4 ranks are too much work, at most 4194304 in all",
         ),
+        ({**scenario_fields(60, 1, world=1, parts=1), "faults": [SLOW]}, None),
+        (
+            {**scenario_fields(61, 1, world=1, parts=1), "faults": [SLOW]},
+            "faults[0].milliseconds: 10000 ms at each of 61 buckets are too long, at most 600000 ms in all",
+        ),
         (scenario_fields(1, 4096, world=128, parts=128, parameters=4096), None),
         (
             scenario_fields(1, 4097, world=128, parts=128, parameters=4097),
             "operations: 128 parts x 4097 parameters on 128 ranks are too much work, at most 67108864 in all",
         ),
     ],
-    ids=["elements", "elements+", "buckets", "buckets+", "tensors", "tensors+"],
+    ids=["elements", "elements+", "buckets", "buckets+", "slow", "slow+", "tensors", "tensors+"],
 )
 def test_what_would_run_for_days_is_refused(fields: dict[str, Any], line: str | None) -> None:
     """Each limit holds to the last element, bucket and parameter; sizes in the file alone bound none of this."""
