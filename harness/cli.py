@@ -18,6 +18,7 @@ import click
 
 import harness
 from harness import ending, inputs
+from harness.capacity import check_ranks
 from harness.errors import UsageError, one_line
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
@@ -155,6 +156,7 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         raise click.UsageError(f"no verb given, expected one of: {', '.join(cli.commands)}.", context)
+    inputs.check_current_directory()
 
 
 def _subject_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -270,7 +272,7 @@ def verify(
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, worlds)
-    inputs.check_machine(worlds)
+    check_ranks(worlds)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
@@ -320,7 +322,7 @@ def replay(
     source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, (case.scenario.world,))
-    inputs.check_machine((case.scenario.world,))
+    check_ranks((case.scenario.world,))
 
     from harness.runner import CampaignOptions, replay_case
 
@@ -390,7 +392,7 @@ def train(
     )
     load_text(options.text)  # only to refuse it before anything is printed
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    inputs.check_machine((world,))
+    check_ranks((world,))
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {seed}")
         with show.TrainProgress(errors, steps) as progress:
@@ -430,7 +432,7 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
     from harness.doctor.examination import run_doctor
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    inputs.check_machine(worlds)
+    check_ranks(worlds)
     with _streams(output) as (out, _):
         with show.FindingsReport(out) as report:
             result = run_doctor(worlds, report)
@@ -487,7 +489,7 @@ def bench(
 
     source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    inputs.check_machine(worlds)
+    check_ranks(worlds)
     options = BenchOptions(
         subject=source, worlds=worlds, examples=examples, seed=inputs.random_seed() if seed is None else seed
     )

@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 
-from harness.capacity import check_ranks
 from harness.errors import UsageError
 from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
@@ -100,16 +99,6 @@ def random_seed() -> int:
     return secrets.randbelow(2**32)
 
 
-def check_machine(worlds: Sequence[int]) -> None:
-    """Whether ranks of these worlds can be started here at all, before any is.
-
-    Raises:
-        UsageError: they cannot.
-    """
-    check_current_directory()
-    check_ranks(worlds)
-
-
 def check_current_directory() -> None:
     """Subjects are imported from it, and ranks start in it.
 
@@ -128,7 +117,6 @@ def prepare_report(given: str | None) -> Path:
     Raises:
         UsageError: cases could not be written there.
     """
-    check_current_directory()
     path = DEFAULT_REPORT if given is None else Path(given)
     option = f"cases would be saved in {path}/" if given is None else f"--report {given}"
     hint = "; name another directory with --report" if given is None else ""
