@@ -569,6 +569,7 @@ def soak(
         timeout_s=timeout,
     )
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    check_ranks(worlds)
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {options.seed}")
         with ProgressReport(errors) as progress:

@@ -31,7 +31,7 @@ from harness.report import result as results
 from harness.report.console import describe
 from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
-from harness.scenario.model import Parameter, Scenario
+from harness.scenario.model import Parameter, Scenario, check
 from harness.scenario.situations import Situation, reached, required
 from harness.subjects.source import SubjectSource, is_local
 from harness.verdict import Divergence, Oracle, Property, Stage
@@ -199,6 +199,7 @@ def replay_case(
     try:
         with _ranks(options, pool) as ranks:
             evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.evaluate(scenario)
             _require_hit(scenario, first)
@@ -276,7 +277,12 @@ class _Listed:
         for world in options.worlds:
             bucket = options.bucket or bucket_for(parameters)
             _check_memory(parameters, world, bucket, "the parameter list")
-            self.cases += presets.campaign(parameters, world, bucket, options.seed, options.examples)
+            cases = presets.campaign(parameters, world, bucket, options.seed, options.examples)
+            for case in cases[:3]:  # held, spilled, clipped: the others differ in their seeds alone
+                problem = check(case)
+                if problem is not None:
+                    raise UsageError(f"the parameter list at world {world}: {problem}; use a larger --bucket")
+            self.cases += cases
         self.total = len(self.cases)
 
     def scenario(self, index: int) -> Scenario:

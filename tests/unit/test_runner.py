@@ -622,6 +622,16 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
     monkeypatch.setattr("harness.runner.available_memory", lambda: available)
 
 
+def test_a_list_in_so_many_buckets_that_it_would_run_for_days_is_refused(
+    watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its case could not be read back either."""
+    memory_of(monkeypatch, 2**50)
+    given = options(parameters=(Parameter("w", (2**22 + 1,)),), worlds=(1,), bucket=1, examples=1)
+    with pytest.raises(UsageError, match=r"the parameter list at world 1: operations\[0\]\.bucket: .* larger --bucket"):
+        run_campaign(given, watcher)  # would start ranks of its own
+
+
 def test_what_does_not_fit_in_memory_is_refused_before_any_rank_starts(
     pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
