@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test-cpu train bench soak lint fmt clean
+.PHONY: help setup verify test-cpu stress train bench soak lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -44,6 +44,9 @@ soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th
 
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)
+
+stress: $(READY) ## a thousand damaged case files, twenty campaigns at once (minutes; STRESS_CASES, STRESS_CAMPAIGNS)
+	$(RUN) pytest tests/stress -q -s
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	ci/lint "$(RUN)"

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -19,7 +18,8 @@ import click
 
 import harness
 from harness import ending, inputs
-from harness.errors import UsageError
+from harness.capacity import check_ranks
+from harness.errors import UsageError, one_line
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
 from harness.report.result import Examples, Result
@@ -156,6 +156,7 @@ def cli(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         raise click.UsageError(f"no verb given, expected one of: {', '.join(cli.commands)}.", context)
+    inputs.check_current_directory()
 
 
 def _subject_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -271,6 +272,7 @@ def verify(
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, worlds)
+    check_ranks(worlds)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
@@ -320,6 +322,7 @@ def replay(
     source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_backend(backend, (case.scenario.world,))
+    check_ranks((case.scenario.world,))
 
     from harness.runner import CampaignOptions, replay_case
 
@@ -339,7 +342,7 @@ def replay(
         lambda observer: replay_case(case, Path(file), options, observer),
         options,
         output,
-        first=f"replaying {file} on {options.subject.given}: {describe(case.scenario)}",
+        first=one_line(f"replaying {file} on {options.subject.given}: {describe(case.scenario)}"),
         campaign=False,
     )
 
@@ -389,6 +392,7 @@ def train(
     )
     load_text(options.text)  # only to refuse it before anything is printed
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    check_ranks((world,))
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {seed}")
         with show.TrainProgress(errors, steps) as progress:
@@ -428,6 +432,7 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
     from harness.doctor.examination import run_doctor
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    check_ranks(worlds)
     with _streams(output) as (out, _):
         with show.FindingsReport(out) as report:
             result = run_doctor(worlds, report)
@@ -484,6 +489,7 @@ def bench(
 
     source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    check_ranks(worlds)
     options = BenchOptions(
         subject=source, worlds=worlds, examples=examples, seed=inputs.random_seed() if seed is None else seed
     )
@@ -563,6 +569,7 @@ def soak(
         timeout_s=timeout,
     )
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    check_ranks(worlds)
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {options.seed}")
         with ProgressReport(errors) as progress:
@@ -682,14 +689,14 @@ def _case_subject(
     file: str, named: SubjectReference | None, subject: str | None, args: dict[str, Scalar]
 ) -> SubjectSource:
     """The subject a case names, unless the command line names another; a case without one means the default."""
-    from harness.subjects.source import parse
+    from harness.subjects.source import from_case, parse
 
     if subject is not None or named is None:
         return parse(DEFAULT_SUBJECT if subject is None else subject, args)
     try:
-        return replace(parse(named.absolute, {**named.args, **args}), given=named.given)
+        return from_case(named.given, named.absolute, {**named.args, **args})
     except UsageError as error:
-        raise UsageError(f"{file}: the case's own subject: {error}; name another with --subject") from None
+        raise UsageError(f"{file}: the case's own subject: {error}; give --subject to say what to run") from None
 
 
 def _complain(message: str, code: int) -> int:

@@ -15,19 +15,51 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO, cast
 
+_TRACE = "Traceback (most recent call last):"
+_CHAINED = ("another exception occurred:", "direct cause of the following exception:")
+
 
 def internal_error(error: Exception) -> str:
     """Name an unexpected exception in one line, and keep its traceback in a file."""
     trace = "".join(traceback.format_exception(error))
+    path = _keep(trace)
+    if path is None:
+        sys.stderr.write(trace)
+    where = "traceback above" if path is None else f"traceback in {path}"
+    return f"internal error: {type(error).__name__}: {error} ({where})"
+
+
+def without_traceback(text: str) -> str:
+    """A message in one line: of a traceback in it only the exception is left, and all of it is kept in a file.
+
+    Ranks report what they could not do with the traceback; a full disk is told without one.
+    """
+    head, trace, rest = text.partition(_TRACE)
+    if not trace:
+        return text
+    first, *others = rest.split(_TRACE)
+    for other in others:
+        if not first.rstrip().endswith(_CHAINED):
+            break  # in what was printed besides
+        first = other
+    raised = next((line for line in first.splitlines() if line and not line[0].isspace()), "an exception")
+    path = _keep(text)
+    where = "no room for its traceback" if path is None else f"traceback in {path}"
+    return f"{head.rstrip()} {raised} ({where})".strip()
+
+
+def _keep(trace: str) -> str | None:
+    """The file that ``trace`` was written to; None if none could be."""
+    path = None
     try:
         handle, path = tempfile.mkstemp(prefix="zero2-harness-", suffix=".traceback.txt")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(trace)
-        where = f"traceback in {path}"
     except OSError:
-        sys.stderr.write(trace)
-        where = "traceback above"
-    return f"internal error: {type(error).__name__}: {error} ({where})"
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+        return None
+    return path
 
 
 _interrupted = False

@@ -99,6 +99,18 @@ def random_seed() -> int:
     return secrets.randbelow(2**32)
 
 
+def check_current_directory() -> None:
+    """Subjects are imported from it, and ranks start in it.
+
+    Raises:
+        UsageError: it has been deleted, or cannot be entered.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(f"the current directory cannot be used: {_why(error)}; change into another one") from None
+
+
 def prepare_report(given: str | None) -> Path:
     """The directory for cases, made now where it was asked for; a later failure must not be lost for want of a place.
 
@@ -227,7 +239,7 @@ def check_backend(backend: str, worlds: Sequence[int]) -> None:
     if backend != "nccl":
         return
     question = "import torch; print(int(torch.distributed.is_nccl_available()), torch.cuda.device_count())"
-    command = [sys.executable, "-c", question]
+    command = [sys.executable, "-P", "-c", question]  # a torch.py in the current directory is not meant
     try:
         answer = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=True, stdin=subprocess.DEVNULL

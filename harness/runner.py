@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 
 from harness.canary import check_canaries
+from harness.capacity import available_memory
 from harness.drawing import Drawer
-from harness.ending import raise_if_interrupted
+from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
 from harness.faults import expect, language
@@ -31,9 +31,9 @@ from harness.report import result as results
 from harness.report.console import describe
 from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
-from harness.scenario.model import Parameter, Scenario
+from harness.scenario.model import Parameter, Scenario, check
 from harness.scenario.situations import Situation, reached, required
-from harness.subjects.source import SubjectSource
+from harness.subjects.source import SubjectSource, is_local
 from harness.verdict import Divergence, Oracle, Property, Stage
 
 FULL_CAMPAIGN = 300
@@ -175,7 +175,7 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
                 found = search.best
                 observer.note(f"a violation was found, but its case could not be made smaller: {error}")
     except UndecidedError as error:
-        reason = str(error)
+        reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -199,6 +199,7 @@ def replay_case(
     try:
         with _ranks(options, pool) as ranks:
             evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.evaluate(scenario)
             _require_hit(scenario, first)
@@ -214,7 +215,7 @@ def replay_case(
             elif _compared_nothing(evaluation.checks):
                 reason = "nothing was compared"
     except UndecidedError as error:
-        reason = str(error)
+        reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
     return _result(options, tally, found, reason, interrupted, replayed=(case, path))
@@ -276,7 +277,12 @@ class _Listed:
         for world in options.worlds:
             bucket = options.bucket or bucket_for(parameters)
             _check_memory(parameters, world, bucket, "the parameter list")
-            self.cases += presets.campaign(parameters, world, bucket, options.seed, options.examples)
+            cases = presets.campaign(parameters, world, bucket, options.seed, options.examples)
+            for case in cases[:3]:  # held, spilled, clipped: the others differ in their seeds alone
+                problem = check(case)
+                if problem is not None:
+                    raise UsageError(f"the parameter list at world {world}: {problem}; use a larger --bucket")
+            self.cases += cases
         self.total = len(self.cases)
 
     def scenario(self, index: int) -> Scenario:
@@ -298,7 +304,7 @@ def bucket_for(parameters: Sequence[Parameter]) -> int:
 def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
     """Refuse what cannot fit before any rank starts."""
     needed = presets.memory_estimate(parameters, world, bucket)
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if needed > available:
         numel = sum(parameter.numel for parameter in parameters)
         raise UsageError(
@@ -534,19 +540,20 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
             path = codec.save(codec.Case(found.scenario, subject, summary), options.report)
         except (OSError, ValueError) as error:
             note = f" (the case could not be saved: {error})"
+    name_subject = named != subject or not is_local(options.subject)
     return Failure(
         **{**summary, "message": divergence.message + note},
         scenario=describe(found.scenario),
         output=found.evaluation.output or None,
         ranks=found.evaluation.accounts or None,
         case=None if path is None else os.fspath(path),
-        replay=None if path is None else _replay_command(options, path, same_subject=named == subject),
+        replay=None if path is None else _replay_command(options, path, name_subject=name_subject),
     )
 
 
-def _replay_command(options: CampaignOptions, path: Path, *, same_subject: bool) -> str:
+def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:
     words = ["python", "-m", "harness", "replay", os.fspath(path)]
-    if not same_subject:
+    if name_subject:
         words += ["--subject", options.subject.given]
         for name, value in options.subject.args.items():
             words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]

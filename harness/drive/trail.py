@@ -71,10 +71,17 @@ class Trail:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(_path(directory, world, rank), flags, 0o600)
         self._end = 0
+        self._full: OSError | None = None
         self._memory = self._map(_ROOM)
 
     def begin(self) -> None:
-        """Forget the previous scenario."""
+        """Forget the previous scenario.
+
+        Raises:
+            OSError: there was no room for all of its entries.
+        """
+        if self._full is not None:
+            raise self._full
         self._memory[: self._end] = bytes(self._end)
         self._end = 0
 
@@ -96,13 +103,24 @@ class Trail:
 
     def _append(self, entry: bytes) -> None:
         end = self._end + len(entry) + 1
+        if self._full is not None:
+            return
         if end >= len(self._memory):
-            self._memory = self._map(2 * end)
+            try:
+                self._memory = self._map(2 * end)
+            except OSError as error:  # not raised here, in the midst of the subject's call, which is not at fault
+                self._full = error
+                return
         self._memory[self._end : end] = entry + b"\n"
         self._end = end
 
     def _map(self, size: int) -> mmap.mmap:
-        os.ftruncate(self._descriptor, size)
+        # Not ftruncate: on a full disk a store to what only seems to be there would end the rank with SIGBUS.
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as error:
+            text = f"no room for {size} bytes of a rank's trail in the directory for temporary files"
+            raise OSError(error.errno, f"{text}: {error.strerror}") from None
         return mmap.mmap(self._descriptor, size)
 
 

@@ -8,8 +8,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from harness.errors import UsageError
+
 _PREFIX = "zero2-harness-"
 _LOCK = "lock"
+# Trails, logs and stores of a few ranks take less than 1 MiB; what subjects print comes on top.
+_MIN_FREE_BYTES = 16 * 2**20
+_HINT = "set TMPDIR to a directory that can be written"
 
 
 class PrivateDirectory:
@@ -17,14 +22,29 @@ class PrivateDirectory:
 
     The kernel releases the lock however the process ends, so whoever makes the next directory can tell those that
     nobody uses any more, and removes them. (A process number could have been given to another process by then.)
+
+    Raises:
+        UsageError: there is no place for temporary files, it cannot be written, or it is full. ``$TMPDIR`` is taken at
+            its word: Python would silently go elsewhere.
     """
 
     def __init__(self) -> None:
-        _sweep()
         self._lock = -1
-        while self._lock < 0:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock = _try_lock(self.path, create=True)
+        place = tempfile.tempdir or os.environ.get("TMPDIR")
+        try:
+            place = os.fspath(place or tempfile.gettempdir())
+            _sweep(Path(place))
+            while self._lock < 0:
+                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+                self._lock = _try_lock(self.path, create=True)
+            free = shutil.disk_usage(self.path).free
+        except (OSError, ValueError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise UsageError(f"temporary files in {place or 'any usual place'}: {reason}; {_HINT}") from None
+        if free < _MIN_FREE_BYTES:
+            self.remove()
+            room = f"{free / 2**20:.1f} MiB are free, at least {_MIN_FREE_BYTES // 2**20} are needed"
+            raise UsageError(f"temporary files in {place}: {room}; {_HINT}")
 
     def remove(self) -> None:
         """Delete the directory with all that is in it. Idempotent."""
@@ -40,25 +60,36 @@ class PrivateDirectory:
 
 
 def _try_lock(directory: Path, *, create: bool) -> int:
-    """The descriptor of the directory's lock, now ours; -1 if somebody holds it or the directory is going away."""
+    """The descriptor of the directory's lock, now ours; -1 if somebody holds it or the directory is going away.
+
+    Raises:
+        OSError: with ``create``: the lock can be had by nobody.
+    """
     try:
         descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
     except OSError:
+        if create:
+            raise
         return -1
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         held = os.fstat(descriptor).st_nlink > 0
-    except OSError:
+    except BlockingIOError:
         held = False
+    except OSError:
+        os.close(descriptor)
+        if create:
+            raise
+        return -1
     if held:
         return descriptor
     os.close(descriptor)
     return -1
 
 
-def _sweep() -> None:
+def _sweep(place: Path) -> None:
     """Remove the directories of pools that ended without removing their own."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for directory in place.glob(f"{_PREFIX}*"):
         descriptor = _try_lock(directory, create=False)
         if descriptor >= 0:
             shutil.rmtree(directory, ignore_errors=True)

@@ -195,7 +195,7 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
     missing = tuple(missing)
     lines = [(_headline(result), _STYLES[result.verdict])]
     if result.reason is not None:
-        lines.append((f"  reason       {result.reason}", ""))
+        lines.append((_labelled("reason", result.reason), ""))
     if campaign:
         for world, examples in sorted(result.examples.per_world.items()):
             lines.append((f"  world {world:<6} {_count(examples.count, 'example')}, {examples.rate:.1f}/s", ""))
@@ -227,12 +227,13 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
 
 def failure_lines(failure: Failure) -> list[str]:
     """The failure as labelled lines; what does not apply is left out."""
+    # What a case or a subject names must not be able to add lines that look like ours; messages may have several.
     rows: list[tuple[str, object]] = [
         ("property", failure.property),
         ("step", failure.step),
         ("stage", failure.stage),
         ("rank", failure.rank),
-        ("parameter", failure.parameter),
+        ("parameter", None if failure.parameter is None else _unbroken(failure.parameter)),
         ("element", failure.element),
         ("bucket", failure.bucket),
         ("owner", None if failure.owner is None else f"rank {failure.owner}"),
@@ -252,7 +253,7 @@ def failure_lines(failure: Failure) -> list[str]:
         lines.extend(_output(failure.output))
     for label, value in (("case", failure.case), ("replay", failure.replay)):
         if value is not None:
-            lines.append(_labelled(label, value))
+            lines.append(_labelled(label, _unbroken(value)))
     return lines
 
 
@@ -299,7 +300,7 @@ def _headline(result: Result) -> str:
     rate = f" ({result.examples_per_second:.1f}/s)" if examples.run > 1 else ""
     ran = f"{_count(examples.run, 'example')} in {duration(result.seconds)}{rate}{discarded}"
     verdict = f"{result.verdict}, interrupted" if result.interrupted else result.verdict
-    return f"{verdict}: {result.subject} on {result.backend}, world {worlds}, {ran}, seed {result.seed}"
+    return f"{verdict}: {_unbroken(result.subject)} on {result.backend}, world {worlds}, {ran}, seed {result.seed}"
 
 
 def _value(value: float | str | None, bits: str | None, ulps: int | None = None) -> str | None:
@@ -310,6 +311,10 @@ def _value(value: float | str | None, bits: str | None, ulps: int | None = None)
     if ulps is not None:
         details.append(f"{_count(ulps, 'ulp')} off")
     return f"{shown} ({', '.join(details)})" if details else shown
+
+
+def _unbroken(text: str) -> str:
+    return text.replace("\n", "\\n")
 
 
 def _labelled(label: str, value: str) -> str:

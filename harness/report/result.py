@@ -130,9 +130,18 @@ def versions() -> dict[str, str]:
 
 
 def to_json(value: Any) -> bytes:  # noqa: ANN401  (any tree of structs, dicts, lists and scalars)
-    """Indented JSON, ending in a newline, of a :class:`Result` or any other tree of structs and plain data."""
+    """Indented JSON, ending in a newline, of a :class:`Result` or any other tree of structs and plain data.
+
+    What does not print is escaped, also where JSON would not ask for it: standard output may be a terminal.
+    """
     plain = _jsonable(msgspec.to_builtins(value, str_keys=True))
-    return msgspec.json.format(msgspec.json.encode(plain), indent=2) + b"\n"
+    text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    return "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text).encode() + b"\n"
+
+
+def _escaped(char: str) -> str:
+    units = char.encode("utf-16-be").hex()
+    return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
 
 
 def _jsonable(value: Any) -> Any:  # noqa: ANN401

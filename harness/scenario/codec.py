@@ -37,11 +37,14 @@ Scalar = str | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | bool | 
 T = TypeVar("T")
 
 
+_Name = Annotated[str, Meta(max_length=5000)]  # Linux has no path longer than 4096
+
+
 class SubjectReference(Struct, frozen=True, forbid_unknown_fields=True):
     """Which class a case was run on: as the user named it, the same as an absolute path, and its further arguments."""
 
-    given: str
-    absolute: str
+    given: _Name
+    absolute: _Name
     args: dict[str, Scalar] = {}
 
 

@@ -18,13 +18,24 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from harness.faults.language import MAX_FAULTS, Fault, place_problem
+from harness.faults.language import MAX_FAULTS, Fault, Slow, place_problem
+from harness.scenario.partition import round_bucket
 
 SCHEMA_VERSION: Final = 1
 
 # What a case file may ask for at most. Far above what any machine runs; the machine's own limit is checked later.
 MAX_WORLD = 256
 MAX_ELEMENTS = 2**40
+
+# What fits a small file, and memory, may still keep ranks busy for days. Each limit is a few hours on two cores, by
+# what was measured there, and far above real use:
+# gradient elements over all parts and ranks, 28 ns each (1.2 billion elements at 64 ranks, held and spilled: 2**37.8);
+MAX_GRADIENT_ELEMENTS = 2**38
+# gradient tensors over all parts and ranks, some 100 us each (100,000 parameters, 2 parts, 256 ranks: 2**25.6);
+MAX_GRADIENT_TENSORS = 2**26
+# buckets over all steps and ranks, 2 collectives each, some 2 ms (a million elements in buckets of 4, 4 ranks: 2**20).
+MAX_BUCKET_VISITS = 2**22
+MAX_SLOW_MILLISECONDS = 600_000  # of one fault that slows every collective of a stage
 
 # 255 * 2**100 and sums of thousands of them stay far below the largest finite bf16 and fp32 values.
 MAX_EXPONENT = 100
@@ -236,8 +247,10 @@ def check(scenario: Scenario) -> str | None:
             if len(operation.contributors) != scenario.world or len(operation.none) != scenario.world:
                 return f"{path}: contributors and none need one entry for each of {scenario.world} ranks"
             for rank, missing in enumerate(operation.none):
-                if any(parameter >= len(scenario.parameters) for parameter in missing):
+                if missing and max(missing) >= len(scenario.parameters):
                     return f"{path}.none[{rank}]: no such parameter"
+                if len(set(missing)) < len(missing):
+                    return f"{path}.none[{rank}]: a parameter stands twice"
             num_parts += 1
         elif isinstance(operation, Clip):
             if num_parts == 0:
@@ -253,7 +266,7 @@ def check(scenario: Scenario) -> str | None:
             num_parts, clipped = 0, False
     if num_parts or clipped:
         return "operations: the last step is not finished by a step or a discard"
-    return _faults_problem(scenario) or exact_sums_problem(scenario)
+    return _faults_problem(scenario) or exact_sums_problem(scenario) or _work_problem(scenario)
 
 
 def _faults_problem(scenario: Scenario) -> str | None:
@@ -262,6 +275,27 @@ def _faults_problem(scenario: Scenario) -> str | None:
         problem = place_problem(fault, scenario.world, discards)
         if problem is not None:
             return f"faults[{index}].{problem}"
+    return None
+
+
+def _work_problem(scenario: Scenario) -> str | None:
+    """Why the scenario would run for longer than anybody waits; None when it does not."""
+    num_parts = sum(isinstance(operation, Part) for operation in scenario.operations)
+    num_steps = sum(isinstance(operation, Step) for operation in scenario.operations)
+    num_buckets = -(-scenario.numel // round_bucket(scenario.bucket, scenario.world))
+    of_ranks = f"on {scenario.world} ranks"
+    limits = (
+        ("operations", num_parts, "parts", scenario.numel, "elements", MAX_GRADIENT_ELEMENTS),
+        ("operations", num_parts, "parts", len(scenario.parameters), "parameters", MAX_GRADIENT_TENSORS),
+        ("operations[0].bucket", num_steps, "steps", num_buckets, "buckets", MAX_BUCKET_VISITS),
+    )
+    for path, times, what, size, unit, limit in limits:
+        if times * size * scenario.world > limit:
+            return f"{path}: {times} {what} x {size} {unit} {of_ranks} are too much work, at most {limit} in all"
+    for index, fault in enumerate(scenario.faults):
+        if isinstance(fault, Slow) and fault.milliseconds * num_buckets > MAX_SLOW_MILLISECONDS:
+            late = f"{fault.milliseconds} ms at each of {num_buckets} buckets"
+            return f"faults[{index}].milliseconds: {late} are too long, at most {MAX_SLOW_MILLISECONDS} ms in all"
     return None
 
 

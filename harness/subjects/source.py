@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
+import sysconfig
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import UsageError
@@ -63,6 +66,60 @@ def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
     if not all(_is_identifier(part) for part in where.split(".")):
         raise UsageError(f"--subject {given!r}: {where!r} is neither a module name nor a path that ends in .py")
     return SubjectSource(given, given, arguments)
+
+
+def from_case(given: str, absolute: str, args: dict[str, Scalar]) -> SubjectSource:
+    """The subject that a case file names, if it may run for no other reason than that.
+
+    Importing runs code, and a case file may come from anybody: only what is built in, or lies in the current directory
+    or below (links resolved; not in an environment's packages), is the user's own, whatever the file says. All else he
+    has to name himself.
+
+    Args:
+        given, absolute: as :class:`SubjectSource` has them. What runs is ``absolute``, so ``given`` is shown only where
+            it means the same.
+        args: further keyword arguments of the constructor.
+
+    Raises:
+        UsageError: as :func:`parse`; or it lies elsewhere.
+    """
+    source = parse(absolute, args)
+    if not is_local(source):
+        raise UsageError(
+            f"{absolute!r} is not in the current directory or below, and no case alone can have it imported"
+        )
+    try:
+        same = parse(given).absolute == source.absolute
+    except UsageError:
+        same = False
+    return SubjectSource(given if same else absolute, source.absolute, source.args)
+
+
+def is_local(source: SubjectSource) -> bool:
+    """Whether a case that names this subject runs by itself in the current directory: see :func:`from_case`."""
+    where, colon, _ = source.absolute.rpartition(":")
+    if not colon:
+        return True
+    here = Path.cwd().resolve()
+    packages = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    files = [Path(where)] if where.endswith(".py") else _places(where.partition(".")[0])
+    found = [file.resolve() for file in files]
+    return bool(found) and all(
+        file.is_relative_to(here) and not any(file.is_relative_to(place) for place in packages) for file in found
+    )
+
+
+def _places(module: str) -> list[Path]:
+    """Where a rank would find a top-level module, which this does not import; empty when it cannot be told."""
+    try:
+        spec = importlib.util.find_spec(module) or PathFinder.find_spec(module, [str(Path.cwd())])
+    except (ImportError, ValueError, AttributeError):
+        return []
+    if spec is None:
+        return []
+    if spec.has_location and spec.origin is not None:
+        return [Path(spec.origin)]
+    return [Path(place) for place in spec.submodule_search_locations or ()]  # a package without __init__.py
 
 
 def _is_identifier(name: str) -> bool:

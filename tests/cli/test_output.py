@@ -159,7 +159,7 @@ def test_an_interruption_writes_the_partial_result(
 
 
 def test_replay_takes_the_subject_from_the_case_unless_told_otherwise(cli: CommandLine) -> None:
-    """The absolute path serves from any directory; arguments of the command line come on top."""
+    """The absolute path is what counts, and is shown; arguments of the command line come on top."""
     subject = cli.directory / "sub.py"
     subject.write_text("raise SystemExit('the parent never imports a subject')")
     case = {**CASE, "subject": {"given": "x/sub.py:A", "absolute": f"{subject}:A", "args": {"a": 1, "b": 2}}}
@@ -167,7 +167,7 @@ def test_replay_takes_the_subject_from_the_case_unless_told_otherwise(cli: Comma
     own = cli.run("replay", "case.json", "--subject-arg", "b=false", canned="holds")
     other = cli.run("replay", "case.json", "--subject", "zero2", canned="violated")
     assert own.returncode == 0
-    assert f"replay of case.json: seed 5 on SubjectSource(given='x/sub.py:A', absolute='{subject}:A'" in own.stderr
+    assert f"replay of case.json: seed 5 on SubjectSource(given='{subject}:A', absolute='{subject}:A'" in own.stderr
     assert "args={'a': 1, 'b': False}" in own.stderr
     assert other.returncode == 1
     assert "on SubjectSource(given='zero2', absolute='zero2', args={})" in other.stderr

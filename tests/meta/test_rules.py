@@ -86,11 +86,12 @@ def test_the_waiting_process_imports_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
 
-def test_every_directory_of_tests_is_run_by_make_test_cpu() -> None:
+def test_every_directory_of_tests_is_run_by_make_test_cpu_or_make_stress() -> None:
     script = (ROOT / "ci" / "test-cpu").read_text()
     run = set(re.findall(r"tests/(\w+)", script))
     present = {path.parent.name for path in ROOT.glob("tests/**/test_*.py")}
-    assert present == run
+    assert present == run | {"stress"}
+    assert "pytest tests/stress" in (ROOT / "Makefile").read_text()
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
     dtypes: st.SearchStrategy[Literal["bf16", "fp16", "fp32"]] = st.sampled_from(["bf16", "fp16", "fp32"])
     parameters = [Parameter(name, shape, draw(dtypes)) for name, shape in zip(names, shapes, strict=True)]
     parameters.append(Parameter("\x00always\x00", (2,)))
-    indices = st.lists(st.integers(0, len(parameters) - 1), max_size=2).map(tuple)
+    indices = st.lists(st.integers(0, len(parameters) - 1), max_size=2, unique=True).map(tuple)
     operations: list[Operation] = [Build(draw(st.integers(1, 2**40)))]
     for _ in range(draw(st.integers(0, 3))):
         for _ in range(draw(st.integers(1, 2))):
@@ -176,6 +176,11 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
     [
         (set_("operations", 1, "none", 1, 0, to="x"), "$.operations[1].none[1][0]: expected `int`, got `str`"),
         (set_("operations", 1, "none", 1, 0, to=2), "$.operations[1].none[1]: no such parameter"),
+        (set_("operations", 1, "none", 1, to=[1, 0, 1]), "$.operations[1].none[1]: a parameter stands twice"),
+        (
+            set_("operations", 1, "contributors", 0, to=2**31 + 1),
+            "$.operations[1].contributors[0]: expected `int` <= 2147483648",
+        ),
         (set_("operations", 1, "more", to=1), "$.operations[1].more: expected `bool`, got `int`"),
         (set_("operations", 1, "rank", to=1), "$.operations[1]: object contains unknown field `rank`"),
         (
@@ -236,6 +241,8 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
         ),
         (set_("subject", "args", "a", to=2**63), "$.subject.args[...]: expected `int` <= 9223372036854775807"),
         (set_("subject", "script", to="x"), "$.subject: object contains unknown field `script`"),
+        (set_("subject", "absolute", to="x" * 5001), "$.subject.absolute: expected `str` of length <= 5000"),
+        (set_("subject", "given", to="x" * 5001), "$.subject.given: expected `str` of length <= 5000"),
         (delete("subject", "absolute"), "$.subject: object missing required field `absolute`"),
         (set_("failure", to="x"), "$.failure: expected `object | null`, got `str`"),
         (set_("comment", to="x"), "$: object contains unknown field `comment`"),
@@ -329,6 +336,52 @@ def test_a_file_from_before_the_newer_fields_of_values_is_read_as_it_was_meant()
         assert read.scenario.values == Values(Domain(domain), 255, -3, spread, False, 0, False)
         assert decode(encode(read)) == read
     assert decode(changed(without)) == CASE
+
+
+def scenario_fields(elements: int, bucket: int, world: int, parts: int, parameters: int = 1) -> dict[str, Any]:
+    """Steps of one part each, over parameters of so many elements each."""
+    part = {"op": "part", "more": False, "contributors": [0] * world, "none": [[]] * world}
+    shapes = [{"name": f"w{index}", "shape": [elements]} for index in range(parameters)]
+    operations = [{"op": "build", "bucket": bucket}, *[part, {"op": "step"}] * parts]
+    return {**json.loads(encode(CASE)), "world": world, "parameters": shapes, "operations": operations}
+
+
+SLOW = {"fault": "slow", "rank": 0, "step": 0, "stage": "reduce", "milliseconds": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (scenario_fields(2**37, 2**37, world=2, parts=1), None),
+        (
+            scenario_fields(2**37 + 1, 2**37, world=2, parts=1),
+            "operations: 1 parts x 137438953473 elements on 2 ranks are too much work, at most 274877906944 in all",
+        ),
+        (scenario_fields(2**20, 1, world=4, parts=4), None),
+        (
+            scenario_fields(2**20 + 1, 1, world=4, parts=4),
+            "operations[0].bucket: 4 steps x 262145 buckets on 4 ranks are too much work, at most 4194304 in all",
+        ),
+        ({**scenario_fields(60, 1, world=1, parts=1), "faults": [SLOW]}, None),
+        (
+            {**scenario_fields(61, 1, world=1, parts=1), "faults": [SLOW]},
+            "faults[0].milliseconds: 10000 ms at each of 61 buckets are too long, at most 600000 ms in all",
+        ),
+        (scenario_fields(1, 4096, world=128, parts=128, parameters=4096), None),
+        (
+            scenario_fields(1, 4097, world=128, parts=128, parameters=4097),
+            "operations: 128 parts x 4097 parameters on 128 ranks are too much work, at most 67108864 in all",
+        ),
+    ],
+    ids=["elements", "elements+", "buckets", "buckets+", "slow", "slow+", "tensors", "tensors+"],
+)
+def test_what_would_run_for_days_is_refused(fields: dict[str, Any], line: str | None) -> None:
+    """Each limit holds to the last element, bucket and parameter; sizes in the file alone bound none of this."""
+    data = json.dumps(fields).encode()
+    if line is None:
+        decode(data)
+    else:
+        assert complaint(data) == f"FILE: $.{line}"
 
 
 def test_a_long_line_is_cut() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
 
-from harness.ending import internal_error, interruptible, raise_if_interrupted
+from harness.ending import internal_error, interruptible, raise_if_interrupted, without_traceback
 
 
 class Clock:
@@ -71,6 +72,40 @@ def test_without_a_place_for_the_traceback_it_is_printed(
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     assert internal_error(ValueError("x")) == "internal error: ValueError: x (traceback above)"
     assert capsys.readouterr().err == "ValueError: x\n"
+
+
+def chained() -> str:
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise OSError(28, "No space left on device")  # noqa: B904
+    except OSError:
+        return traceback.format_exc()
+
+
+@pytest.mark.parametrize("rest", ["", "\nIts output:\nnothing\n" + chained().replace("space", "other")])
+def test_of_a_traceback_in_a_message_the_exception_is_left(
+    rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of a chain, and not what was printed besides; nothing is lost."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    text = f"rank 0 did not start: {chained()}{rest}"
+
+    line = without_traceback(text)
+
+    [written] = tmp_path.iterdir()
+    assert line == f"rank 0 did not start: OSError: [Errno 28] No space left on device (traceback in {written})"
+    assert written.read_text() == text
+
+
+def test_a_message_without_a_traceback_is_left_as_it_is() -> None:
+    assert without_traceback("two\n  lines") == "two\n  lines"
+
+
+def test_a_full_disk_does_not_hide_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    assert without_traceback(chained()) == "OSError: [Errno 28] No space left on device (no room for its traceback)"
 
 
 def test_an_interrupt_that_python_lost_is_raised_again_when_asked() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from harness.errors import UsageError
 from harness.launch.private import PrivateDirectory
 
 
@@ -63,3 +69,45 @@ def test_letting_go_leaves_the_directory() -> None:
     directory.remove()
 
     assert directory.path.is_dir()
+
+
+@pytest.mark.parametrize("place", ["missing", "file", "file/deeper", "a\0b"])
+def test_a_place_that_cannot_be_used_is_one_line(place: str, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python itself would take another place without a word; the line says which it was and what to do."""
+    (temporary / "file").write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / place))
+
+    with pytest.raises(UsageError, match=r"temporary files in .*; set TMPDIR to") as refused:
+        PrivateDirectory()
+
+    assert str(temporary) in str(refused.value)
+    assert [path.name for path in temporary.iterdir()] == ["file"]
+
+
+def test_tmpdir_is_taken_at_its_word(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(temporary / "missing"))
+
+    with pytest.raises(UsageError, match=r"missing: No such file or directory; set TMPDIR"):
+        PrivateDirectory()
+
+
+def test_a_full_disk_is_refused_and_nothing_left_there(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16 * 2**20 - 1))
+
+    with pytest.raises(UsageError, match=r"16\.0 MiB are free, at least 16 are needed"):
+        PrivateDirectory()
+
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_lock_that_nobody_can_have_is_no_reason_to_try_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, or without room for the file."""
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with pytest.raises(UsageError, match="No locks available"):
+        PrivateDirectory()

@@ -108,3 +108,12 @@ def test_versions_name_what_results_depend_on() -> None:
     found = versions()
     assert set(found) == {"zero2-harness", "python", "torch", "numpy", "hypothesis", "msgspec"}
     assert all(version[0].isdigit() for version in found.values())
+
+
+def test_what_does_not_print_is_escaped_and_still_read_back() -> None:
+    """Standard output may be a terminal: a control character that JSON lets through would be carried out there."""
+    nasty = "a\x1b[2J\x9b31m\x7f\r\n\u202egnp\u2028\U000e0001é😀"
+    written = to_json(make_result(subject=nasty))
+    assert all(char.isprintable() or char == "\n" for char in written.decode())
+    assert "é😀" in written.decode()
+    assert json.loads(written)["subject"] == nasty

@@ -619,7 +619,17 @@ def test_a_failing_list_is_confirmed_and_saved_as_it_is(campaign: Campaign, pool
 
 
 def memory_of(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    monkeypatch.setattr("harness.runner.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr("harness.runner.available_memory", lambda: available)
+
+
+def test_a_list_in_so_many_buckets_that_it_would_run_for_days_is_refused(
+    watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its case could not be read back either."""
+    memory_of(monkeypatch, 2**50)
+    given = options(parameters=(Parameter("w", (2**22 + 1,)),), worlds=(1,), bucket=1, examples=1)
+    with pytest.raises(UsageError, match=r"the parameter list at world 1: operations\[0\]\.bucket: .* larger --bucket"):
+        run_campaign(given, watcher)  # would start ranks of its own
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_any_rank_starts(
@@ -903,6 +913,16 @@ def test_a_failure_names_the_case_and_the_command_that_replays_it(campaign: Camp
     case = codec.load(Path(failure.case))
     assert case.subject == codec.SubjectReference(SUBJECT.given, SUBJECT.absolute, SUBJECT.args)
     assert (case.failure or {})["property"] == "master"
+    # It lies elsewhere, so that the case alone would not be allowed to run it.
+    assert failure.replay == f"python -m harness replay {failure.case} --subject zero.py:Zero --subject-arg factor=2"
+
+
+def test_a_case_whose_subject_lies_here_replays_by_itself(campaign: Campaign, pool: CannedPool) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+
+    failure = campaign(shrink_s=0.0, subject=SubjectSource("zero.py:Zero", f"{Path.cwd() / 'zero.py'}:Zero")).failure
+
+    assert failure is not None
     assert failure.replay == f"python -m harness replay {failure.case}"
 
 
@@ -1024,7 +1044,8 @@ def test_a_replayed_violation_names_the_file_it_came_from(replay: Replay, pool: 
 
     assert failure_of(result) == ("master", "planted")
     assert result.failure is not None
-    assert (result.failure.case, result.failure.replay) == ("case.json", "python -m harness replay case.json")
+    command = "python -m harness replay case.json --subject zero.py:Zero --subject-arg factor=2"
+    assert (result.failure.case, result.failure.replay) == ("case.json", command)
     assert len(pool.scenarios) == 1 + REPLAYS
     assert list(tmp_path.iterdir()) == []
 

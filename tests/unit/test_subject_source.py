@@ -11,7 +11,7 @@ import pytest
 from harness.drive.tasks import CheckSubject, SubjectName, decode_task, encode
 from harness.errors import UsageError
 from harness.subjects.builtin import BUILTIN
-from harness.subjects.source import Scalar, SubjectSource, parse
+from harness.subjects.source import Scalar, SubjectSource, from_case, is_local, parse
 
 
 @pytest.fixture(autouse=True)
@@ -193,3 +193,69 @@ def test_a_file_whose_name_is_no_text_is_refused_or_reaches_the_ranks() -> None:
         return
     task = CheckSubject(SubjectName(source.absolute, source.args))
     assert decode_task(encode(task)) == task
+
+
+# --- what a case may name ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", ["zero2", "optimizer.py:Zero", "./my.models/zero.py:Zero", "optimizer:Zero", "package.inner:Zero"]
+)
+def test_what_lies_in_the_current_directory_runs_by_itself(given: str, directory: Path) -> None:
+    """What is found, not what is written, counts; nothing of it is imported here."""
+    (directory / "package").mkdir()
+    (directory / "package" / "inner.py").write_text("raise RuntimeError('the parent must not import this')\n")
+
+    source = parse(given)
+
+    assert from_case(source.given, source.absolute, {"a": 1}) == SubjectSource(given, source.absolute, {"a": 1})
+    assert "package" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "absolute",
+    [
+        "{outside}/evil.py:Zero",
+        "{inside}/../outside/evil.py:Zero",
+        "../outside/evil.py:Zero",
+        "{inside}/link.py:Zero",
+        "linked:Zero",
+        "site.main:Zero",
+        "torch.optim:AdamW",
+        "builtins:dict",
+        "nowhere:Zero",
+    ],
+)
+def test_what_lies_elsewhere_does_not_run_because_a_case_says_so(
+    absolute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by its path, nor by way of a link, nor as a module that happens to be installed."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for path in (inside, outside):
+        path.mkdir()
+    (outside / "evil.py").write_text("")
+    (inside / "link.py").symlink_to(outside / "evil.py")
+    (inside / "linked").symlink_to(outside, target_is_directory=True)
+    monkeypatch.chdir(inside)
+    named = absolute.format(inside=inside, outside=outside)
+
+    assert not is_local(parse(named))
+    with pytest.raises(UsageError, match="not in the current directory"):
+        from_case("zero2", named, {})
+
+
+def test_packages_of_an_environment_in_the_current_directory_are_not_the_users_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a project with its ``.venv``: everything that is installed would else lie in the current directory."""
+    assert is_local(parse("optimizer:Zero"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(directory))
+    assert not is_local(parse("optimizer:Zero"))
+
+
+@pytest.mark.parametrize("given", ["zero2", "my.models/zero.py:Zero", "no such thing", "", "a\nb"])
+def test_another_name_than_that_of_what_runs_is_not_shown(given: str, directory: Path) -> None:
+    """A case cannot have one thing run and another reported."""
+    absolute = f"{directory / 'optimizer.py'}:Zero"
+
+    assert from_case(given, absolute, {}).given == absolute

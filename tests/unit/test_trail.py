@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import stat
 from pathlib import Path
 
@@ -153,3 +155,38 @@ def test_each_entry_changes_the_position_and_so_does_the_next_scenario(tmp_path:
 
     assert all(one != other for one, other in itertools.pairwise(seen))
     assert position(tmp_path, 5, 0) == 0
+
+
+def full_disk(_descriptor: int, _offset: int, _length: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_its_file_is_all_there_before_it_is_written(tmp_path: Path) -> None:
+    """A store to a page for which the disk has no room would end the process with SIGBUS."""
+    trail = Trail(tmp_path, 1, 0)
+    write_all(trail)
+    held = file_of(tmp_path).stat()
+
+    assert held.st_blocks * 512 >= held.st_size > 0
+
+
+def test_a_full_disk_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+
+    with pytest.raises(OSError, match=r"no room for 65536 bytes of a rank's trail.*: No space left on device"):
+        Trail(tmp_path, 1, 0)
+
+
+def test_a_disk_that_fills_up_is_told_before_the_next_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the midst of a collective of the subject, which would be blamed; what was written is kept."""
+    trail = Trail(tmp_path, 1, 0)
+    write_all(trail)
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+    for _ in range(2000):
+        trail.call(REDUCE)
+
+    left = read(tmp_path, 1, 0)
+    assert (left.step, left.stage) == (3, Stage.GATHER)
+    assert 0 < len(left.collectives) < 2000
+    with pytest.raises(OSError, match="no room"):
+        trail.begin()

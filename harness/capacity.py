@@ -1,0 +1,109 @@
+"""What this machine can start: refuse ranks that it cannot hold, with the estimate, before the first of them exists."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from harness.errors import UsageError
+from harness.scenario.presets import PROCESS_BYTES
+
+# Measured with torch 2.13 on the CPU: the process that ranks are forked from (294 MiB), and this one (37 MiB).
+_BASE_BYTES = 384 * 2**20
+# A rank has 4 threads, and a descriptor for each other rank and 12 more; the rest is for what the subject opens.
+_RANK_THREADS = 4
+_MORE_THREADS = 16
+_MORE_DESCRIPTORS = 32
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def check_ranks(worlds: Sequence[int]) -> None:
+    """Refuse what this machine cannot start. The ranks of all worlds live at the same time.
+
+    Raises:
+        UsageError: too little memory, or too low a limit of open files or of processes.
+    """
+    what = f"--world {','.join(map(str, worlds))}" if len(worlds) > 1 else f"world {worlds[0]}"
+    num_ranks, widest = sum(worlds), max(worlds)
+    needed, available = _BASE_BYTES + num_ranks * PROCESS_BYTES, available_memory()
+    if needed > available:
+        raise UsageError(
+            f"{what}: {num_ranks} ranks need about {needed / 2**30:.1f} GiB of memory before they hold any tensor, "
+            f"{available / 2**30:.1f} GiB are available: use fewer or smaller worlds"
+        )
+    descriptors = max(widest, num_ranks) + _MORE_DESCRIPTORS  # of a rank; of this process
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and descriptors > limit:
+        raise UsageError(
+            f"{what}: {num_ranks} ranks need about {descriptors} open files in a process, {limit} are allowed: "
+            "raise it with `ulimit -n`, or use fewer or smaller worlds"
+        )
+    threads, left = num_ranks * _RANK_THREADS + _MORE_THREADS, available_threads()
+    if left is not None and threads > left:
+        raise UsageError(
+            f"{what}: {num_ranks} ranks need about {threads} threads, {left} more may be started "
+            "(`ulimit -u`, pids.max of the container): use fewer or smaller worlds"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that processes started here may still take: of the machine, or of the control groups this one is in."""
+    left = [psutil.virtual_memory().available]
+    for group in _control_groups():
+        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit is not None and used is not None:
+            left.append(max(limit - used + _reclaimable(group), 0))
+    return min(left)
+
+
+def available_threads() -> int | None:
+    """How many more threads this user, or the control groups this process is in, may have; None: no limit is known."""
+    left = []
+    for group in _control_groups():
+        limit, used = _number(group / "pids.max"), _number(group / "pids.current")
+        if limit is not None and used is not None:
+            left.append(max(limit - used, 0))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and os.geteuid() != 0:  # the limit does not hold for root
+        left.append(max(limit - _own_threads(), 0))
+    return min(left, default=None)
+
+
+def _own_threads() -> int:
+    total, user = 0, os.getuid()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real == user:
+                total += process.num_threads()
+    return total
+
+
+def _control_groups() -> Iterator[Path]:
+    """The directory of this process's group and those around it (version 2; none where there is no such)."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::/"):
+                own = _CONTROL_GROUPS / line.removeprefix("0::/")
+                yield own
+                yield from (path for path in own.parents if path.is_relative_to(_CONTROL_GROUPS))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is none, or it says "max"."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of cached files, which count as used but are given back when memory is short."""
+    with suppress(OSError, ValueError):
+        fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0))
+    return 0
