@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from harness.launch import process, wire
 
-_SEND_TIMEOUT_S = 10.0
-_END_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 30.0
 
 
 class ZygoteGone(Exception):  # noqa: N818 (an event, which the pool turns into its error)
@@ -29,6 +28,10 @@ class ZygoteLink:
         execute: Start ranks as fresh interpreters.
         preload: What the zygote imports.
         environment: Of the zygote and the ranks.
+
+    Raises:
+        OSError: The machine does not start another process.
+        ZygoteGone: It ended at once.
     """
 
     def __init__(
@@ -36,19 +39,23 @@ class ZygoteLink:
     ) -> None:
         self.log = directory / "zygote.log"
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                process.command("harness.launch.zygote", process.import_path(), theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # A Ctrl-C at the terminal is for this process alone.
-            )
-        self.pid = self._process.pid
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self.tell(wire.Configure(os.getpid(), str(directory), execute, list(preload), in_main_thread))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._control.close)
+            with theirs, self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    process.command("harness.launch.zygote", process.import_path(), theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # A Ctrl-C at the terminal is for this process alone.
+                )
+            undo.callback(self.close, serving=False)
+            self.pid = self._process.pid
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            self.tell(wire.Configure(os.getpid(), str(directory), execute, list(preload), in_main_thread))
+            undo.pop_all()
 
     def fileno(self) -> int:
         """The control connection, for a selector."""
@@ -86,7 +93,7 @@ class ZygoteLink:
     def ask_for_stacks(self) -> None:
         """Have the zygote write to its log where it is."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
+            self._process.send_signal(process.STACKS_SIGNAL)
 
     def close(self, *, serving: bool) -> None:
         """End the connection, at which a zygote that is serving ends its ranks and then itself, and wait for that.

@@ -55,7 +55,8 @@ class Watch:
         blocked_s: The task has stalled when for so many seconds no rank that has not ended got on, and none used or
             wanted a processor or a device.
         computing_s: Or when since anybody got on one of them has used so many seconds of processor time, alone or with
-            its children. Processor time, so that a busy machine is not taken for a hang.
+            its children (of which, and of its threads, one at a time counts). Processor time, so that a busy machine is
+            not taken for a hang.
     """
 
     moved: Callable[[int], object]
@@ -74,8 +75,9 @@ class RankReport:
         events: Its interim messages, in order.
         error: What went wrong, as text ("exit code 3", "signal 9 (SIGKILL)", a traceback); None if nothing did.
         output: The end (at most 64 KiB) of what the rank printed during the task.
-        stacks: Where every thread of the rank was when the pool ended it; None if it was not running then.
-        activity: What its process was doing then; None if it was not running.
+        stacks: Where every thread of the rank was when the pool ended the task because a rank had not; also of ranks
+            that had replied. Of one that could not say it, what the kernel says. None if it was not running then.
+        activity: What the process of a rank that had not ended was doing then; None for others.
     """
 
     rank: int

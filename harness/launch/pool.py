@@ -16,27 +16,29 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
 import msgspec
 
-from harness.launch import process, wire
+from harness.launch import evidence, machine, process, wire
 from harness.launch.link import ZygoteGone, ZygoteLink
-from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.launch.outcome import Activity, Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.private import PrivateDirectory
 from harness.launch.rankset import Member, Phase, RankSet, describe_code, tail
+from harness.launch.watchdog import TICK_S, Stall, Watchdog
 
-__all__ = ["Outcome", "PoolError", "RankEnd", "RankPool", "RankReport"]
+__all__ = ["Activity", "Outcome", "PoolError", "RankEnd", "RankPool", "RankReport", "Watch"]
 
 _START_METHODS = ("fork", "exec")
 _KILL_TIMEOUT_S = 10.0
-_STACKS_TIMEOUT_S = 2.0
+# For what a subject, or torch, does at a SIGTERM; whatever it is, it goes on the log.
+_LAST_WORDS_S = 0.3
+_PAUSE_S = 1.0  # What this process oversleeps beyond that is not counted against the ranks.
+_MAX_WAIT_S = 1.0  # between two looks at the load of the machine
 _MAX_QUOTED_BYTES = 8192
-# A log that grows beyond this is cut to nothing: a subject that prints without end must not fill the disk.
-_MAX_LOG_BYTES = 64 * 1024 * 1024
-_LOG_CHECK_S = 0.25
 
 
 class RankPool:
@@ -49,7 +51,8 @@ class RankPool:
         start: ``"fork"``: ranks are forks of a process that has torch imported. ``"exec"``: each is a fresh interpreter
             (seconds), which CUDA requires. By default ``"exec"`` for nccl, else ``"fork"``.
         preload: Modules imported once, before ranks are forked (with ``"exec"``: by each rank).
-        join_timeout_s: For the imports, and again for the ranks of a set to join their group and set up the handler.
+        join_timeout_s: For the imports, and again for the ranks of a set to join their group and set up the handler. On
+            a machine with more to do than it has cores, so many times longer, at most ten.
         grace_s: How long the other ranks may go on once one has failed.
         env: Added to the environment of the ranks.
 
@@ -59,6 +62,7 @@ class RankPool:
 
     Raises:
         ValueError: An argument is not one of those listed.
+        PoolError: Its directory cannot be written, or its first process not started.
     """
 
     def __init__(
@@ -99,6 +103,11 @@ class RankPool:
             self._zygote = ZygoteLink(
                 self.directory, execute=self._execute, preload=self._preload, environment=environment
             )
+        except (OSError, ZygoteGone) as error:
+            output = tail(self.directory / "zygote.log", _MAX_QUOTED_BYTES)
+            self._private.remove()
+            problem = machine.describe_refusal(error) if isinstance(error, OSError) else str(error)
+            raise PoolError(_with_output(problem, output)) from error
         except BaseException:
             self._private.remove()
             raise
@@ -128,8 +137,10 @@ class RankPool:
                 if ranks.phase is Phase.JOINING:
                     self._await_joined(ranks)
 
-    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
+    def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch | None = None) -> Outcome:
         """Send ``task`` to every rank of ``world`` and wait until each has ended, at most ``timeout_s``.
+
+        The time that this process is stopped does not count. With a ``watch`` the wait ends earlier if no rank gets on.
 
         Whatever the ranks do is an outcome, not an exception. If any of them does not reply, all processes of this
         world are ended, and the next call starts others.
@@ -142,13 +153,26 @@ class RankPool:
         with self._failing_with_the_zygote():
             ranks = self._usable_set(world)
             try:
-                return self._supervise(ranks, task, timeout_s)
+                return self._supervise(ranks, task, timeout_s, watch)
             except (PoolError, ZygoteGone):
                 raise
             except BaseException:
                 # Interrupted: the ranks are somewhere in the task. If this is too, the next run() does it.
                 self._discard(ranks)
                 raise
+
+    def recycle(self, world: int) -> None:
+        """End the ranks of a world, if there are any; the next task there starts fresh ones. Between tasks.
+
+        Raises:
+            PoolError: The pool itself could not work.
+        """
+        with self._failing_with_the_zygote():
+            self._pump(0.0)
+            ranks = self._sets.get(world)
+            if ranks is not None:
+                self._note_lost(ranks)
+                self._discard(ranks)
 
     def log_path(self, world: int, rank: int) -> Path:
         """Where a rank's output goes; emptied when it begins a task."""
@@ -181,9 +205,7 @@ class RankPool:
         """The ranks of a world, alive and joined, started if need be."""
         self._pump(0.0)
         ranks = self._sets.get(world)
-        if ranks is not None and ranks.phase is Phase.IDLE and ranks.lost:
-            gone = ", ".join(str(member.rank) for member in ranks.lost)
-            self.incidents.append(f"world {world}: rank {gone} ended after its reply, before the next task")
+        if ranks is not None and self._note_lost(ranks):
             self._discard(ranks)
             ranks = None
         elif ranks is not None and ranks.phase not in (Phase.IDLE, Phase.JOINING):
@@ -195,6 +217,14 @@ class RankPool:
             self._await_joined(ranks)
         return ranks
 
+    def _note_lost(self, ranks: RankSet) -> bool:
+        """Whether ranks have ended between tasks."""
+        if ranks.phase is not Phase.IDLE or not ranks.lost:
+            return False
+        gone = ", ".join(str(member.rank) for member in ranks.lost)
+        self.incidents.append(f"world {ranks.world}: rank {gone} ended after its reply, before the next task")
+        return True
+
     def _start_set(self, world: int) -> RankSet:
         """Have the zygote start the ranks of a world; they have not joined yet."""
         if world < 1:
@@ -203,7 +233,7 @@ class RankPool:
         self._num_started += 1
         ranks = RankSet(self._num_started, world)
         self._sets[world] = self._by_identity[ranks.identity] = ranks
-        port = _free_port()
+        port = process.free_port()
         for rank in range(world):
             log = self.log_path(world, rank)
             ours, theirs = socket.socketpair()
@@ -236,15 +266,25 @@ class RankPool:
 
     def _await_warm(self) -> None:
         """Wait until the zygote has imported what it should."""
-        deadline = time.monotonic() + self._join_timeout_s
+        started = time.monotonic()
         while not self._warmed:
-            left = deadline - time.monotonic()
+            left = self._join_time_left(started)
             if left <= 0:
                 self._zygote.ask_for_stacks()
-                _wait_for_text(self._zygote.log, time.monotonic() + _STACKS_TIMEOUT_S)
+                evidence.wait_for_texts([self._zygote.log])
                 modules = ", ".join(["torch", *self._preload])
-                self._fail(f"importing {modules} took longer than join_timeout_s={self._join_timeout_s}")
+                self._fail(f"importing {modules} took longer than {self._join_limit()}")
             self._pump(left)
+
+    def _join_time_left(self, started: float) -> float:
+        """Until the ranks must have joined as things are now; at most so long that the load is looked at again."""
+        limit_s = self._join_timeout_s * machine.patience()
+        return min(started + limit_s - time.monotonic(), _MAX_WAIT_S)
+
+    def _join_limit(self) -> str:
+        factor = machine.patience()
+        load = f" ({factor:.1f} times that, for the load of the machine)" if factor > 1.0 else ""
+        return f"join_timeout_s={self._join_timeout_s}{load}"
 
     def _await_joined(self, ranks: RankSet) -> None:
         """Wait until every rank is ready; if one cannot be, end them all.
@@ -252,8 +292,8 @@ class RankPool:
         Raises:
             PoolError: With what the rank said.
         """
-        deadline = time.monotonic() + self._join_timeout_s
-        while not (ranks.joined or ranks.failures) and (left := deadline - time.monotonic()) > 0:
+        started = time.monotonic()
+        while not (ranks.joined or ranks.failures) and (left := self._join_time_left(started)) > 0:
             self._pump(left)
         if ranks.joined and not ranks.failures:
             ranks.phase = Phase.IDLE
@@ -262,58 +302,92 @@ class RankPool:
             member = ranks.members[ranks.failures[0]]
         else:
             late = [member for member in ranks.members if not member.joined]
-            self._dump_stacks(ranks, late)
+            evidence.collect_stacks(ranks, partial(self._ask_for_stacks, ranks), late, late)
             member = late[0]
             numbers = ", ".join(str(member.rank) for member in late)
             member.start_error = (
-                f"rank {numbers} had not joined after join_timeout_s={self._join_timeout_s}; rank {member.rank} was "
-                f"here:\n{tail(member.stacks, _MAX_QUOTED_BYTES)}"
+                f"rank {numbers} had not joined after {self._join_limit()}; rank {member.rank} was "
+                f"here:\n{(member.where or '')[-_MAX_QUOTED_BYTES:]}"
             )
         self._kill(ranks)
         problem = member.start_error or f"its process ended: {describe_code(member.code)}"
         output = tail(member.log, _MAX_QUOTED_BYTES)
+        # The first that failed may have done so because another had met the limits of the machine.
+        said = "\n".join(f"{each.start_error}\n{tail(each.log, _MAX_QUOTED_BYTES)}" for each in ranks.members)
         self._forget(ranks)
-        raise PoolError(_with_output(f"world {ranks.world}: rank {member.rank} did not start: {problem}", output))
+        problem = f"world {ranks.world}: rank {member.rank} did not start: {problem}"
+        if (refusal := machine.refusal_in(said)) is not None:
+            problem = f"{refusal}\n{problem}"
+        raise PoolError(_with_output(self._with_cause(problem), output))
 
     # Running
 
-    def _supervise(self, ranks: RankSet, task: bytes, timeout_s: float) -> Outcome:
+    def _supervise(self, ranks: RankSet, task: bytes, timeout_s: float, watch: Watch | None) -> Outcome:
         started = time.monotonic()
-        deadline = started + timeout_s
-        log_check = started + _LOG_CHECK_S
         for member in ranks.begin(task):
             self._flush_later(ranks, member)
-        while not ranks.finished:
-            end = deadline if ranks.failed_at is None else min(deadline, ranks.failed_at + self._grace_s)
-            now = time.monotonic()
-            if now >= end:
-                break
-            if now >= log_check:
-                _bound_logs(ranks)
-                log_check = now + _LOG_CHECK_S
-            self._pump(min(end, log_check) - now)
+        watchdog = None
+        if watch is not None:
+            watchdog = Watchdog(watch, ranks, partial(self._ask_for_stacks, ranks), started)
+        stall = self._wait(ranks, started, started + timeout_s, watchdog)
         keep = ranks.finished and ranks.reusable
         if not keep:
-            self._dump_stacks(ranks, [member for member in ranks.members if member.end is None])
-            ranks.give_up()
-            self._kill(ranks)
+            self._end(ranks, stall, watchdog)
         reports = tuple(member.report() for member in ranks.members)
         first_failed = ranks.failures[0] if ranks.failures else None
         outcome = Outcome(ranks.world, reports, time.monotonic() - started, first_failed)
         ranks.phase = Phase.IDLE
         if not keep:
             self._forget(ranks)
+            ended_badly = any(report.end in (RankEnd.EXITED, RankEnd.KILLED, RankEnd.RAISED) for report in reports)
+            # A disk that is full makes ranks fail in many ways (a mapped file that cannot grow kills them).
+            if ended_badly and (problem := self._private.problem()) is not None:
+                raise PoolError(problem)
         return outcome
 
-    def _dump_stacks(self, ranks: RankSet, members: list[Member]) -> None:
-        """Have ranks write where they are; one that cannot (stopped, or deep in the kernel) is not waited for long."""
-        if not members:
-            return
+    def _wait(self, ranks: RankSet, started: float, deadline: float, watchdog: Watchdog | None) -> Stall | None:
+        """Until the task has ended on every rank, at most until the deadline or the end of the grace, or a stall."""
+        tick = started + TICK_S
+        expected = started
+        while not ranks.finished:
+            now = time.monotonic()
+            if now > expected + _PAUSE_S:
+                # This process was stopped, or got no processor, and could not hear that a rank had ended.
+                deadline += now - expected
+            end = deadline if ranks.failed_at is None else min(deadline, ranks.failed_at + self._grace_s)
+            if now >= end:
+                break
+            if now >= tick:
+                ranks.bound_logs()
+                tick = now + TICK_S
+                # Once a rank has failed the others have their time of grace.
+                if watchdog is not None and ranks.failed_at is None and (stall := watchdog.tick(now)) is not None:
+                    return stall
+            expected = max(now, min(end, tick))
+            self._pump(expected - now)
+        return None
+
+    def _end(self, ranks: RankSet, stall: Stall | None, watchdog: Watchdog | None) -> None:
+        """End every rank of a task that failed, after a look at what those do that have not ended."""
+        unfinished = ranks.unfinished
+        running: list[Member] = []
+        if unfinished:
+            running = evidence.look(ranks, stall, watchdog)
+            living = [member for member in ranks.members if member.code is None]
+            evidence.collect_stacks(ranks, partial(self._ask_for_stacks, ranks), living, running)
+        if stall is None:
+            ranks.give_up()
+        else:
+            ranks.give_up({member.rank: stall.describe(member.rank, member.activity) for member in unfinished})
+        if unfinished:
+            self._zygote.tell(wire.Terminate(ranks.identity))
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while any(member.code is None for member in running) and time.monotonic() < deadline:
+                self._pump(deadline - time.monotonic())
+        self._kill(ranks)
+
+    def _ask_for_stacks(self, ranks: RankSet) -> None:
         self._zygote.tell(wire.Dump(ranks.identity))
-        deadline = time.monotonic() + _STACKS_TIMEOUT_S
-        for member in members:
-            member.dumped = True
-            _wait_for_text(member.stacks, deadline)
 
     def _flush_later(self, ranks: RankSet, member: Member) -> None:
         """Have the selector say when a socket that did not take a whole message is writable again."""
@@ -352,7 +426,7 @@ class RankPool:
             case wire.Warmed():
                 self._warmed = True
             case wire.Unusable(reason):
-                self._fail(f"its zygote process cannot work:\n{reason}")
+                self._fail(f"its zygote process cannot work: {reason}")
             case wire.Forked() | wire.Ended() if report.group in self._by_identity:
                 ranks = self._by_identity[report.group]
                 member = ranks.members[report.rank]
@@ -365,12 +439,12 @@ class RankPool:
         """End every rank of a set and wait until the zygote has reaped them all."""
         ranks.phase = Phase.ENDING
         self._zygote.tell(wire.Kill(ranks.identity))
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        started = time.monotonic()
         while any(member.forked and member.code is None for member in ranks.members):
-            left = deadline - time.monotonic()
+            left = started + _KILL_TIMEOUT_S * machine.patience() - time.monotonic()
             if left <= 0:
                 self._fail(f"world {ranks.world}: killed ranks have not ended after {_KILL_TIMEOUT_S} s")
-            self._pump(left)
+            self._pump(min(left, _MAX_WAIT_S))
 
     def _discard(self, ranks: RankSet) -> None:
         self._kill(ranks)
@@ -401,7 +475,7 @@ class RankPool:
         except ZygoteGone as error:
             self._fail(str(error))
         except OSError as error:
-            raise PoolError(f"the machine refuses what the pool needs: {error}") from error
+            raise PoolError(self._with_cause(machine.describe_refusal(error))) from error
 
     def _fail(self, problem: str) -> NoReturn:
         """The pool is beyond use: end what is left of it and say why.
@@ -417,33 +491,15 @@ class RankPool:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(member.pid, signal.SIGKILL)
         output = tail(self._zygote.log, _MAX_QUOTED_BYTES)
+        problem = self._with_cause(problem)
         self.close()
         raise PoolError(_with_output(problem, output))
+
+    def _with_cause(self, problem: str) -> str:
+        """After a line on the directory, if that cannot be written: few who meet it say so themselves."""
+        cause = self._private.problem()
+        return problem if cause is None else f"{cause}\n{problem}"
 
 
 def _with_output(problem: str, output: str) -> str:
     return f"{problem}\nIts output:\n{output}" if output else problem
-
-
-def _bound_logs(ranks: RankSet) -> None:
-    for member in ranks.members:
-        with contextlib.suppress(FileNotFoundError):
-            if member.log.stat().st_size > _MAX_LOG_BYTES:
-                os.truncate(member.log, 0)
-
-
-def _wait_for_text(path: Path, deadline: float) -> None:
-    """Wait until a file that another process was told to write has text and has stopped growing."""
-    previous, num_same = 0, 0
-    while num_same < 5 and time.monotonic() < deadline:
-        size = path.stat().st_size if path.exists() else 0
-        num_same = num_same + 1 if size == previous > 0 else 0
-        previous = size
-        time.sleep(0.01)
-
-
-def _free_port() -> int:
-    """A port nobody listens on now, for MASTER_PORT; the pool itself uses none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,6 +14,7 @@ _PREFIX = "zero2-harness-"
 _LOCK = "lock"
 # Trails, logs and stores of a few ranks take less than 1 MiB; what subjects print comes on top.
 _MIN_FREE_BYTES = 16 * 2**20
+_PROBE_BYTES = 65_536
 _HINT = "set TMPDIR to a directory that can be written"
 
 
@@ -45,6 +46,18 @@ class PrivateDirectory:
             self.remove()
             room = f"{free / 2**20:.1f} MiB are free, at least {_MIN_FREE_BYTES // 2**20} are needed"
             raise UsageError(f"temporary files in {place}: {room}; {_HINT}")
+
+    def problem(self) -> str | None:
+        """One line if the directory cannot be written now; tries it."""
+        probe = self.path / f"probe{os.getpid()}"
+        try:
+            try:
+                probe.write_bytes(bytes(_PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            return f"cannot write logs and stores in {self.path}: {error.strerror}; {_HINT}"
+        return None
 
     def remove(self) -> None:
         """Delete the directory with all that is in it. Idempotent."""

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,10 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+
+# Has a process write the stacks of its threads. A real-time signal: the ordinary ones are the subject's (SIGUSR1 is
+# what batch systems announce a preemption with); off the first of them, which libraries take.
+STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 # Set before numpy and torch are imported: a thread pool that exists at the time of a fork hangs the child.
 SINGLE_THREADED = {
@@ -95,6 +100,13 @@ def set_name(name: str) -> None:
     """Show ``name`` (15 bytes of it) in process listings."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def free_port() -> int:
+    """A port nobody listens on now, for MASTER_PORT; the pool itself uses none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _prctl(option: int, value: int) -> None:

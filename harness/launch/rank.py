@@ -14,7 +14,6 @@ import gc
 import importlib
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -118,8 +117,8 @@ def _serve(channel: Channel) -> NoReturn:
     try:
         context = _join(hello, channel, rearm)
         work = _load(hello.handler)(context, hello.setup)
-    except BaseException:  # noqa: BLE001 (passed on to the parent)
-        channel.send(Kind.UNREADY, _traceback())
+    except BaseException as error:  # noqa: BLE001 (passed on to the parent)
+        channel.send(Kind.UNREADY, f"{summary(error)}\n".encode(errors="backslashreplace") + _traceback())
         os._exit(1)
     gc.collect()
     gc.freeze()
@@ -165,7 +164,7 @@ def _exit_as_asked(code: object) -> NoReturn:
 
 
 def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
-    """Output to the log, stacks on SIGUSR1 to their file, input from nowhere.
+    """Output to the log, stacks on a signal to their file, input from nowhere.
 
     Returns the log's descriptor, and :attr:`RankContext.rearm`.
     """
@@ -185,8 +184,8 @@ def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
     def rearm(lost: bool) -> None:
         if lost:  # or they would be thought to be in force, and left as they are
             faulthandler.disable()
-            faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+            faulthandler.unregister(process.STACKS_SIGNAL)
+        faulthandler.register(process.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         faulthandler.enable(file=2, all_threads=True)
 
     rearm(False)
@@ -244,6 +243,11 @@ def _emitter(channel: Channel, own: int) -> Callable[[bytes], None]:
 def _load(handler: str) -> Callable[[RankContext, bytes], Work]:
     module, _, name = handler.partition(":")
     return cast(Callable[[RankContext, bytes], Work], getattr(importlib.import_module(module), name))
+
+
+def summary(error: BaseException) -> str:
+    """The first line of what the traceback of ``error`` ends with."""
+    return traceback.format_exception_only(error)[-1].split("\n", 1)[0]
 
 
 def _traceback() -> bytes:

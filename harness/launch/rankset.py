@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
+import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.launch.outcome import RankEnd, RankReport
+from harness.launch.outcome import Activity, RankEnd, RankReport
 from harness.launch.wire import Channel, Frame, Kind, WireError
 
 _MAX_OUTPUT_BYTES = 65_536
 _MAX_STACKS_BYTES = 262_144
+# A log that grows beyond this is cut to nothing: a subject that prints without end must not fill the disk.
+_MAX_LOG_BYTES = 64 * 1024 * 1024
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*$", re.MULTILINE)
 
 
 class Phase(enum.Enum):
@@ -44,20 +51,30 @@ class Member:
     reusable: bool = False
     error: str | None = None
     events: list[bytes] = field(default_factory=list)
-    dumped: bool = False  # its stacks were asked for
+    activity: Activity | None = None  # when it was given up
+    where: str | None = None  # its stacks when the task was ended, or why there are none
 
     @property
     def gone(self) -> bool:
         """Its process has ended, or its connection has."""
         return self.code is not None or self.channel.ended
 
+    def clear_stacks(self) -> None:
+        """Before they are asked for."""
+        with contextlib.suppress(OSError):
+            os.truncate(self.stacks, 0)
+
+    def read_stacks(self) -> str:
+        """What it has written last, or nothing if that was before they were cleared."""
+        return last_stacks(tail(self.stacks, _MAX_STACKS_BYTES))
+
     def report(self) -> RankReport:
-        """What became of its task; reads its log and, if they were asked for, its stacks."""
+        """What became of its task; reads its log."""
         if self.end is None:
             raise RuntimeError(f"rank {self.rank} has not ended: its report is not complete")
         output = tail(self.log, _MAX_OUTPUT_BYTES)
-        stacks = (tail(self.stacks, _MAX_STACKS_BYTES) or None) if self.dumped else None
-        return RankReport(self.rank, self.end, self.reply, tuple(self.events), self.error, output, stacks)
+        events = tuple(self.events)
+        return RankReport(self.rank, self.end, self.reply, events, self.error, output, self.where, self.activity)
 
 
 class RankSet:
@@ -91,6 +108,11 @@ class RankSet:
         return [member for member in self.members if member.gone]
 
     @property
+    def unfinished(self) -> list[Member]:
+        """The ranks whose part of the present task has not ended."""
+        return [member for member in self.members if member.end is None]
+
+    @property
     def finished(self) -> bool:
         """The present task has ended on every rank, and of every process that ended it is known how."""
         return all(
@@ -111,7 +133,7 @@ class RankSet:
         slow = []
         for member in self.members:
             member.end, member.reply, member.error = None, None, None
-            member.reusable, member.dumped, member.events = False, False, []
+            member.reusable, member.activity, member.where, member.events = False, None, None, []
             if not member.channel.send(Kind.TASK, task):
                 slow.append(member)
         return slow
@@ -133,12 +155,24 @@ class RankSet:
         else:
             self._note_failure(member)
 
-    def give_up(self) -> None:
-        """Decide for every rank that has not ended: stuck at the deadline, or left behind by one that failed."""
-        unfinished = [member for member in self.members if member.end is None]
+    def bound_logs(self) -> None:
+        """Cut what has grown too long."""
+        for member in self.members:
+            with contextlib.suppress(FileNotFoundError):
+                if member.log.stat().st_size > _MAX_LOG_BYTES:
+                    os.truncate(member.log, 0)
+
+    def give_up(self, stalled: Mapping[int, str] | None = None) -> None:
+        """Decide for every rank that has not ended: stuck at the deadline, or left behind by one that failed.
+
+        Args:
+            stalled: By rank, what is to be said if neither is so, but the task has stalled.
+        """
         first = self.failures[0] if self.failures else None
-        for member in unfinished:
-            if member.channel.ended:
+        for member in self.unfinished:
+            if stalled is not None:
+                self._fail(member, RankEnd.STALLED, stalled[member.rank])
+            elif member.channel.ended:
                 self._fail(member, RankEnd.TIMED_OUT, "closed its connection to the harness, but did not end")
             elif first is None:
                 self._fail(member, RankEnd.TIMED_OUT, "no reply at the deadline")
@@ -204,6 +238,18 @@ def describe_code(code: int | None) -> str:
     except ValueError:
         name = signal.strsignal(number) or "unknown"
     return f"signal {number} ({name})"
+
+
+def last_stacks(text: str) -> str:
+    """Of what faulthandler has written, one request after another, what it wrote last: each thread is in it once."""
+    seen: set[str] = set()
+    start = 0
+    for header in reversed(list(_THREAD.finditer(text))):
+        if header[1] in seen:
+            return text[start:]
+        seen.add(header[1])
+        start = header.start()
+    return text
 
 
 def tail(path: Path, limit: int) -> str:

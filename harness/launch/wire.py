@@ -77,11 +77,13 @@ class Channel:
 
     Attributes:
         ended: The other end is closed: nothing more will arrive.
+        num_bytes: Moved so far, either way.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.ended = False
+        self.num_bytes = 0
         self._outgoing: deque[memoryview] = deque()
         self._pending = bytearray()  # bytes of a header or of a short frame, not yet complete
         self._body: bytearray | None = None  # the long frame being filled
@@ -137,6 +139,7 @@ class Channel:
                 # The reader is gone; receive() reports that, and there is nobody left to write to.
                 self._outgoing.clear()
                 return True
+            self.num_bytes += sent
             if sent == len(view):
                 self._outgoing.popleft()
             else:
@@ -184,6 +187,7 @@ class Channel:
         if count == 0:
             self.ended = True
             return False
+        self.num_bytes += count
         if self._body is not None and self._filled == len(self._body):
             frames.append(Frame(self._body_kind, bytes(self._body)))
             self._body = None
@@ -232,6 +236,12 @@ class Kill(msgspec.Struct, tag=True):
     group: int
 
 
+class Terminate(msgspec.Struct, tag=True):
+    """To the zygote: ask every living rank of a set to end, with SIGTERM."""
+
+    group: int
+
+
 class Dump(msgspec.Struct, tag=True):
     """To the zygote: let every living rank of a set write its stacks."""
 
@@ -264,7 +274,7 @@ class Ended(msgspec.Struct, tag=True):
     code: int
 
 
-Control = Configure | Fork | Kill | Dump | Warmed | Unusable | Forked | Ended
+Control = Configure | Fork | Kill | Terminate | Dump | Warmed | Unusable | Forked | Ended
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Control).decode
 

@@ -8,6 +8,7 @@ with all that ranks started, removes the pool's private directory, and ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -26,7 +27,7 @@ from typing import NoReturn
 
 import psutil
 
-from harness.launch import process, rank, wire
+from harness.launch import activity, machine, process, rank, wire
 
 # How often it looks whether its parent still lives, for the case that somebody else holds the other end open.
 _PARENT_CHECK_S = 0.5
@@ -38,7 +39,7 @@ _MAX_REASON_CHARS = 32_768
 def main(descriptor: int) -> NoReturn:
     """Serve the control connection ``descriptor`` until it ends."""
     control = socket.socket(fileno=descriptor)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    faulthandler.register(process.STACKS_SIGNAL, all_threads=True, chain=False)
     # A Ctrl-C is the parent's to handle: it ends the ranks when it wants to.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.set_name("z2-zygote")
@@ -79,8 +80,9 @@ class _Zygote:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # noqa: BLE001 (passed on to the parent)
-            self._tell(wire.Unusable(traceback.format_exc()[-_MAX_REASON_CHARS:]))
+        except BaseException as error:  # noqa: BLE001 (passed on to the parent)
+            first = machine.describe_refusal(error) if isinstance(error, OSError) else rank.summary(error)
+            self._tell(wire.Unusable(f"{first}\n{traceback.format_exc()[-_MAX_REASON_CHARS:]}"))
 
     def _warm_up(self) -> None:
         process.adopt_orphans()
@@ -133,14 +135,18 @@ class _Zygote:
     def _obey(self, message: wire.Control, descriptors: list[int]) -> None:
         match message:
             case wire.Fork():
+                if not descriptors:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # The kernel dropped it for that.
                 pid = self._start(message, descriptors[0])
                 os.close(descriptors[0])
                 self.ranks[pid] = (message.group, message.rank)
                 self._tell(wire.Forked(message.group, message.rank, pid))
             case wire.Kill():
                 self._signal(message.group, signal.SIGKILL)
+            case wire.Terminate():
+                self._signal(message.group, signal.SIGTERM)
             case wire.Dump():
-                self._signal(message.group, signal.SIGUSR1)
+                self._signal(message.group, process.STACKS_SIGNAL)
 
     def _start(self, request: wire.Fork, descriptor: int) -> int:
         """Start one rank on its connection; returns its process."""
@@ -164,14 +170,16 @@ class _Zygote:
         finally:
             os._exit(70)
 
-    def _signal(self, group: int, number: signal.Signals) -> None:
+    def _signal(self, group: int, number: int) -> None:
         """Signal every living rank of a set; a kill goes to all that is in its process group."""
         for pid, (of_group, _) in self.ranks.items():
-            if of_group == group:
-                if number == signal.SIGKILL:
-                    _kill_group(pid)
-                else:
-                    os.kill(pid, number)
+            if of_group != group:
+                continue
+            if number == signal.SIGKILL:
+                _kill_group(pid)
+            # A rank that has not installed its handler yet, or has lost it, would die of the request for its stacks.
+            elif number != process.STACKS_SIGNAL or activity.catches(pid, number):
+                os.kill(pid, number)
 
     def _reap(self) -> None:
         """Report every rank that has ended, with what it left behind killed first."""

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as all_reduce_by_name
 
+from harness.launch.process import STACKS_SIGNAL
 from harness.launch.rank import RankBroken, RankContext
 
 Order = dict[str, Any]
@@ -101,6 +105,83 @@ def _signal_itself(context: RankContext, setup: bytes, order: Order) -> bytes:
 def _hang(context: RankContext, setup: bytes, order: Order) -> bytes:
     threading.Event().wait()
     return b""
+
+
+def _sleep(context: RankContext, setup: bytes, order: Order) -> bytes:
+    time.sleep(1000)
+    return b""
+
+
+def _poll(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Waits as a poor programmer would."""
+    while True:
+        time.sleep(0.002)
+
+
+def _loop(context: RankContext, setup: bytes, order: Order) -> bytes:
+    while True:
+        pass
+
+
+def _loop_in_c(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Never lets go of the interpreter's lock."""
+    collections.deque(itertools.repeat(None), maxlen=0)
+    return b""
+
+
+def _stop(context: RankContext, setup: bytes, order: Order) -> bytes:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return b""
+
+
+def _loop_deaf(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """With the signal taken away by which it is asked for its stacks: it would die of it."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+    return _loop(context, setup, order)
+
+
+def _loop_farewell(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Has something to say when it is asked to end, and does not end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: print("last words"))  # noqa: T201
+    return _loop(context, setup, order)
+
+
+def _compute_cpu_s(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def _compute_and_move(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """One function all the time; says in a file that it gets on."""
+    for number in range(order["steps"]):
+        (context.directory / "moved").write_text(str(number))
+        _compute_cpu_s(order["step_s"])
+    return b"done"
+
+
+def _compute_in_new_functions(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Says nothing, and no function takes long; then meets those that wait for it."""
+    for number in range(order["steps"]):
+        names = {"compute": _compute_cpu_s}
+        exec(f"def step_{number}(): compute({order['step_s']})", names)
+        names[f"step_{number}"]()  # type: ignore[call-arg]
+    return _sum(context, setup, order)
+
+
+def _wait_for_child(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Its child computes; it waits."""
+    code = f"import time\nwhile time.process_time() < {order['cpu_s']}: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return b"done"
+
+
+def _rest(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """Until a while after the parent has said that it is there."""
+    while not (context.directory / "resumed").exists():
+        time.sleep(0.02)
+    time.sleep(1.0)
+    return b"rested"
 
 
 def _print(context: RankContext, setup: bytes, order: Order) -> bytes:

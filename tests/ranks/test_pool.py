@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-import harness.launch.pool as pool_module
-from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool
+from harness.launch import rankset
+from harness.launch.pool import Activity, Outcome, PoolError, RankEnd, RankPool
 
 LONG_S = 60.0  # Reached by no task that works.
 SHORT_S = 2.0  # For the tasks that are stuck on purpose.
@@ -175,6 +175,7 @@ def test_a_stuck_world_is_ended_at_the_deadline_with_its_stacks(pool: RankPool) 
     assert ends(outcome) == [RankEnd.TIMED_OUT, RankEnd.TIMED_OUT]
     assert "in all_reduce" in (outcome.ranks[0].stacks or "")
     assert "in _hang" in (outcome.ranks[1].stacks or "")
+    assert [report.activity for report in outcome.ranks] == [Activity.BLOCKED, Activity.BLOCKED]
     assert all_gone(before)
     assert_usable(pool, 2)
 
@@ -197,7 +198,8 @@ def test_who_waits_for_a_failed_rank_is_abandoned_after_the_grace(pool: RankPool
     assert outcome.seconds < LONG_S
     assert "rank 1 had failed" in (outcome.ranks[0].error or "")
     assert "in all_reduce" in (outcome.ranks[0].stacks or "")
-    assert outcome.ranks[1].stacks is None
+    assert "in next_frame" in (outcome.ranks[1].stacks or "")  # It waits for another task.
+    assert [report.activity for report in outcome.ranks] == [Activity.BLOCKED, None]
     assert_usable(pool, 2)
 
 
@@ -209,7 +211,8 @@ def test_a_stopped_rank_cannot_hold_up_the_pool(pool: RankPool) -> None:
     outcome = pool.run(2, bytes(20_000_000), timeout_s=SHORT_S)
 
     assert ends(outcome) == [RankEnd.REPLIED, RankEnd.TIMED_OUT]
-    assert outcome.ranks[1].stacks is None
+    assert "state T (stopped by a signal)" in (outcome.ranks[1].stacks or "")
+    assert outcome.ranks[1].activity is Activity.STOPPED
     assert all_gone([stopped])
     assert_usable(pool, 2)
 
@@ -257,7 +260,7 @@ def test_only_the_end_of_much_output_is_kept(pool: RankPool) -> None:
 
 def test_endless_output_does_not_fill_the_disk(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that grows too large during a task is cut."""
-    monkeypatch.setattr(pool_module, "_MAX_LOG_BYTES", 100_000)
+    monkeypatch.setattr(rankset, "_MAX_LOG_BYTES", 100_000)
 
     assert replies(pool.run(1, order("print_until_cut"), timeout_s=LONG_S)) == [b"cut"]
 
@@ -446,6 +449,94 @@ def test_a_handler_that_cannot_set_up_is_an_error_of_the_pool(monkeypatch: pytes
     assert "LookupError: no such optimizer" in str(raised.value)
     assert "in difficult" in str(hung.value)
     assert [process.pid for process in left] == before
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [("tests.ranks.no_fork", "starts no more processes"), ("tests.ranks.no_descriptors", "too many open files")],
+)
+def test_what_the_machine_refuses_is_said_in_the_first_line(module: str, message: str) -> None:
+    """A limit on processes or open files is named, with what to do, before any traceback."""
+    with RankPool(HANDLER, preload=[module]) as pool, pytest.raises(PoolError) as caught:
+        pool.run(2, b"", timeout_s=LONG_S)
+
+    first, *rest = str(caught.value).splitlines()
+    assert message in first
+    assert "or use fewer ranks" in first
+    assert any(line.startswith("Traceback") for line in rest)
+
+
+def test_a_busy_machine_has_more_time_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit grows with the load, and is bounded all the same."""
+    with RankPool("tests.ranks.handlers:difficult") as pool:
+        pool.warm([1])
+        cores = len(os.sched_getaffinity(0))
+        monkeypatch.setattr(os, "getloadavg", lambda: (1e6 * cores, 0.0, 0.0))
+        monkeypatch.setattr(pool, "_join_timeout_s", 0.5)
+        with pytest.raises(PoolError, match=r"join_timeout_s=0.5 \(10.0 times that, for the load of the machine\)"):
+            pool.run(3, b"", timeout_s=LONG_S)
+
+
+def in_a_process_of_its_own(code: str, **environment: str) -> str:
+    """What a script prints that uses a pool, after an import of it."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in [*sys.path, ""])
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, resource\nfrom harness.launch.pool import *\n" + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """From the start, or when it fills up: one line says what to do."""
+    text = in_a_process_of_its_own(
+        """
+        pool = RankPool("tests.ranks.handlers:simple")
+        pool.warm([1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        ends = []
+        for start in (lambda: pool.run(1, b'{"do": "raise"}', timeout_s=60), lambda: RankPool("a:b")):
+            try:
+                ends.append(start())
+            except PoolError as error:
+                print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(pool.run(1, b"", timeout_s=60).replied, ends)
+        pool.close()
+        """,
+        TMPDIR=str(tmp_path),
+    )
+
+    first, second, third = text.splitlines()
+    for line in (first, second):
+        assert line.startswith(f"cannot write logs and stores in {tmp_path}/zero2-harness-")
+        assert "set TMPDIR" in line
+    assert third == "True []"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_that_gets_no_descriptors_says_so(tmp_path: Path) -> None:
+    """Of this process; it leaves nothing behind."""
+    text = in_a_process_of_its_own(
+        """
+        num_open = len(os.listdir("/proc/self/fd")) - 1
+        for more in (2, 8):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + more, 4096))
+            try:
+                with RankPool("tests.ranks.handlers:simple") as pool:
+                    pool.run(4, b"", timeout_s=60)
+            except PoolError as error:
+                print(str(error).splitlines()[0])
+        """,
+        TMPDIR=str(tmp_path),
+    )
+
+    assert [line.split(" (")[0] for line in text.splitlines()] == ["too many open files"] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

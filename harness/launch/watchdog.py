@@ -1,0 +1,220 @@
+"""Tells a task that has stalled from one that takes long: by what its ranks do, not by the time that passes.
+
+:class:`Silence` decides and :class:`FunctionsSeen` compares stacks; both know neither processes nor clocks.
+:class:`Watchdog` feeds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from harness.launch import activity
+from harness.launch.activity import Reading
+from harness.launch.outcome import Activity, Watch
+from harness.launch.rankset import Member, RankSet
+
+# How often a task is looked at.
+TICK_S = 0.25
+# A task is left alone until it has been quiet for so long.
+_LOOK_AFTER_S = 0.5
+# Stacks are asked for at most so often, and more often where the limits are small: the first time says nothing yet.
+_SAMPLE_S = 2.0
+_SAMPLES_PER_LIMIT = 4
+_FRAME = re.compile(r'^  File "(.*)", line (?:\d+|\?\?\?) in (.*)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Why a task counts as hung.
+
+    Attributes:
+        rank: The one that used too much processor time; None if all were blocked.
+        seconds: Of processor time then, else of waiting.
+    """
+
+    rank: int | None
+    seconds: float
+
+    def describe(self, rank: int, doing: Activity | None) -> str:
+        """What is to be said of a rank that had not ended."""
+        if rank == self.rank:
+            return f"used {self.seconds:.1f} s of processor time without getting on"
+        if self.rank is None:
+            because = f"no rank got on for {self.seconds:.1f} s"
+        else:
+            because = f"no rank got on while rank {self.rank} used {self.seconds:.1f} s of processor time"
+        return f"{because}; this one {_DID[doing]}"
+
+
+_DID: dict[Activity | None, str] = {
+    None: "was ending",
+    Activity.STOPPED: "was stopped by a signal (SIGSTOP or a debugger)",
+    Activity.BLOCKED: "waited without using the processor",
+    Activity.COMPUTING: "was computing",
+    Activity.DEVICE: "waited for a device",
+}
+
+
+class Silence:
+    """The time since any rank got on, and what the ranks did in it.
+
+    Time counts as at most twice the tick between two looks: while this process is suspended, or a busy machine does
+    not let it look, the silence is its own.
+
+    Args:
+        blocked_s: See :class:`~harness.launch.outcome.Watch`.
+        computing_s: The same.
+        now_s: Of a monotonic clock.
+
+    Attributes:
+        quiet_s: Since any rank got on.
+    """
+
+    def __init__(self, blocked_s: float, computing_s: float, now_s: float) -> None:
+        self._blocked_limit_s, self._computing_limit_s = blocked_s, computing_s
+        self._last_s = now_s
+        self.broken()
+
+    def broken(self) -> None:
+        """A rank got on: everything is counted from here."""
+        self.quiet_s = self._blocked_s = 0.0
+        self._used_s: dict[int, float] = {}
+        self._seen: dict[int, Counter[Activity]] = {}
+        self._previous: Mapping[int, Reading] = {}
+
+    def passed(self, now_s: float) -> float:
+        """Nobody got on until now; returns the seconds that count."""
+        step_s = min(now_s - self._last_s, 2 * TICK_S)
+        self._last_s = now_s
+        self.quiet_s += step_s
+        return step_s
+
+    def look(self, step_s: float, readings: Mapping[int, Reading]) -> Stall | None:
+        """Take in what the ranks that have not ended did in the last ``step_s``; says whether that is a stall."""
+        previous, self._previous = self._previous, readings
+        for rank, reading in readings.items():
+            self._seen.setdefault(rank, Counter())[reading.activity] += 1
+        busiest_s = 0.0
+        for rank in readings.keys() & previous.keys():
+            # A descendant that was reaped by somebody else takes its time out of the sum. Of many that compute at once
+            # one counts: or the time would be up before their stacks were looked at.
+            used_s = min(step_s, max(0.0, readings[rank].cpu_s - previous[rank].cpu_s))
+            self._used_s[rank] = self._used_s.get(rank, 0.0) + used_s
+            busiest_s = max(busiest_s, used_s)
+        waiting = all(reading.activity in (Activity.BLOCKED, Activity.STOPPED) for reading in readings.values())
+        if previous and readings and waiting:
+            # Whoever waits by looking again and again uses a little time, and must not be taken for one that computes.
+            self._blocked_s += max(0.0, step_s - busiest_s)
+        if self._blocked_s >= self._blocked_limit_s:
+            return Stall(None, self._blocked_s)
+        rank, most_s = max(self._used_s.items(), key=lambda item: item[1], default=(-1, 0.0))
+        return Stall(rank, most_s) if most_s >= self._computing_limit_s else None
+
+    def doing(self, rank: int) -> Activity | None:
+        """What a rank did most of the time since any got on (at one moment also one that waits may be running)."""
+        seen = self._seen.get(rank)
+        return seen.most_common(1)[0][0] if seen else None
+
+
+class FunctionsSeen:
+    """The functions that the stacks of each rank have shown."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[tuple[str, str]]] = {}
+
+    def add(self, rank: int, stacks: str) -> bool:
+        """Whether these stacks, of all threads, show a function that earlier ones of this rank did not."""
+        found = set(_FRAME.findall(stacks))
+        seen = self._seen.setdefault(rank, set())
+        news = bool(seen) and not found <= seen
+        seen |= found
+        return news
+
+    def forget(self) -> None:
+        """Begin anew: the ranks are in another part of their task."""
+        self._seen.clear()
+
+
+class Watchdog:
+    """Watches one task of a set of ranks.
+
+    Args:
+        watch: What to look at, and the limits.
+        ranks: The set, which has begun the task.
+        ask_for_stacks: Has every living rank write its stacks; does not wait for them.
+        now_s: ``time.monotonic()``.
+    """
+
+    def __init__(self, watch: Watch, ranks: RankSet, ask_for_stacks: Callable[[], None], now_s: float) -> None:
+        self._watch, self._ranks, self._ask_for_stacks = watch, ranks, ask_for_stacks
+        self._silence = Silence(watch.blocked_s, watch.computing_s, now_s)
+        self._functions = FunctionsSeen()
+        self._sample_s = max(TICK_S, min(_SAMPLE_S, min(watch.blocked_s, watch.computing_s) / _SAMPLES_PER_LIMIT))
+        self._next_sample_s = self._sample_s  # of quiet time
+        self._sizes: dict[int, int] = {}  # of the stacks that were asked for, by rank; empty when none were
+        self._marks = self._look_for_marks()
+
+    def tick(self, now_s: float) -> Stall | None:
+        """To be called every ``TICK_S``; says whether the task has stalled."""
+        step_s = self._silence.passed(now_s)
+        marks = self._look_for_marks()
+        if marks != self._marks:
+            self._marks = marks
+            self._functions.forget()
+            self._start_over()
+            return None
+        if self._silence.quiet_s < _LOOK_AFTER_S:
+            return None
+        members = {member.pid: member for member in self._ranks.unfinished if member.pid is not None}
+        readings = activity.read(members)
+        stall = self._silence.look(step_s, {members[pid].rank: reading for pid, reading in readings.items()})
+        if self._stacks_show_news():
+            # What they have shown stays known: a loop through many functions has shown them all before long.
+            self._start_over()
+            return None
+        if stall is None and self._silence.quiet_s >= self._next_sample_s:
+            self._sample()
+        return stall
+
+    def doing(self, rank: int) -> Activity | None:
+        """What a rank that has not ended did in the silence until now; None if it was too short to be looked at."""
+        return self._silence.doing(rank)
+
+    def _look_for_marks(self) -> list[object]:
+        """Something that differs if any rank got on in between."""
+        marks: list[object] = [member.channel.num_bytes for member in self._ranks.members]
+        marks.extend(self._watch.moved(member.rank) for member in self._ranks.unfinished)
+        return marks
+
+    def _start_over(self) -> None:
+        self._silence.broken()
+        self._next_sample_s = self._sample_s
+        self._sizes = {}
+
+    def _stacks_show_news(self) -> bool:
+        """Read the stacks that were asked for, once they have stopped growing."""
+        news = False
+        for rank, previous in list(self._sizes.items()):
+            member = self._ranks.members[rank]
+            self._sizes[rank] = _size(member)
+            if self._sizes[rank] == previous > 0:
+                del self._sizes[rank]
+                news = self._functions.add(rank, member.read_stacks()) or news
+        return news
+
+    def _sample(self) -> None:
+        self._next_sample_s = self._silence.quiet_s + self._sample_s
+        for member in self._ranks.members:
+            member.clear_stacks()
+        self._ask_for_stacks()
+        self._sizes = {member.rank: 0 for member in self._ranks.unfinished}
+
+
+def _size(member: Member) -> int:
+    with contextlib.suppress(OSError):
+        return member.stacks.stat().st_size
+    return 0
