@@ -192,7 +192,15 @@ _timeout_option = click.option(
     type=float,
     callback=inputs.seconds,
     metavar="S",
-    help="Seconds one scenario may take before it counts as hung (default: by its size).",
+    help="Seconds one scenario may take in all before it counts as hung (default: 30, more by its size and the load).",
+)
+_stall_option = click.option(
+    "--stall",
+    type=float,
+    callback=inputs.seconds,
+    metavar="S",
+    help="Seconds in which no rank gets on (calls a collective, enters a stage, runs code it has not run yet), waiting "
+    "or computing, before a scenario counts as hung (default: 5 and 8, and more by its size).",
 )
 _seed_option = click.option(
     "--seed",
@@ -242,6 +250,7 @@ _seed_option = click.option(
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @_json_option
 @_timeout_option
+@_stall_option
 def verify(
     *,
     subject: str | None,
@@ -257,6 +266,7 @@ def verify(
     report: str | None,
     json_path: str | None,
     timeout: float | None,
+    stall: float | None,
 ) -> int:
     """Run a campaign of generated scenarios over a subject.
 
@@ -290,6 +300,7 @@ def verify(
         parameters=parameters,
         report=directory,
         timeout_s=timeout,
+        stall_s=stall,
     )
     return _judge(
         lambda observer: run_campaign(options, observer),
@@ -306,6 +317,7 @@ def verify(
 @_backend_option
 @_json_option
 @_timeout_option
+@_stall_option
 def replay(
     *,
     file: str,
@@ -314,6 +326,7 @@ def replay(
     backend: str,
     json_path: str | None,
     timeout: float | None,
+    stall: float | None,
 ) -> int:
     """Run one saved case again, on the subject it names or on another (--subject)."""
     from harness.scenario import codec
@@ -337,6 +350,7 @@ def replay(
         parameters=None,
         report=inputs.DEFAULT_REPORT,
         timeout_s=timeout,
+        stall_s=stall,
     )
     return _judge(
         lambda observer: replay_case(case, Path(file), options, observer),
@@ -533,6 +547,7 @@ def bench(
 @click.option("--report", metavar="DIR", help=f"Where a failing case is saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @_json_option
 @_timeout_option
+@_stall_option
 def soak(
     *,
     subject: str | None,
@@ -545,6 +560,7 @@ def soak(
     report: str | None,
     json_path: str | None,
     timeout: float | None,
+    stall: float | None,
 ) -> int:
     """Check the harness itself: many scenarios one after the other on one pool, with faults among them.
 
@@ -567,6 +583,7 @@ def soak(
         seconds=seconds,
         report=inputs.prepare_report(report),
         timeout_s=timeout,
+        stall_s=stall,
     )
     output = None if json_path is None else inputs.JsonOutput(json_path)
     check_ranks(worlds)

@@ -20,7 +20,8 @@ from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, Subject
 from harness.drive.trail import Left
 from harness.errors import UsageError
 from harness.faults import expect
-from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport
+from harness.launch import machine
+from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport, Watch
 from harness.oracles import judge, sequence
 from harness.scenario.model import Scenario
 from harness.subjects.builtin import capabilities
@@ -30,10 +31,18 @@ from harness.verdict import Divergence, Property, RankAccount, RankStatus, RankV
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
 
-# A scenario of this size or less gets the base time; each element that is generated and summed on each rank adds some.
-# Generous: a time-out is the last resort, and a slow machine must not look like a stuck rank.
+# The last resort, for a subject that gets on for ever: a scenario of this size or less gets the base time, each element
+# that is generated and summed on each rank adds some, and a machine with more to do than it has cores gives so many
+# times more.
 BASE_TIMEOUT_S = 30.0
 TIMEOUT_S_PER_ELEMENT = 1e-6
+# A hang is told by this (see harness.launch.outcome.Watch). The longest that the ranks of a right class were seen to
+# wait, with nobody computing, is a fraction of a second.
+BLOCKED_S = 5.0
+BLOCKED_S_PER_ELEMENT = 1e-8
+COMPUTING_S = 8.0
+IMPORT_BLOCKED_S = 30.0
+IMPORT_COMPUTING_S = 60.0
 IMPORT_TIMEOUT_S = 180.0
 
 _verdict = msgspec.msgpack.Decoder(RankVerdict)
@@ -103,8 +112,12 @@ def start_pool(backend: str = "gloo") -> RankPool:
 class Evaluator:
     """Runs scenarios of one subject on the ranks of a pool (:func:`start_pool`)."""
 
-    def __init__(self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None, stall_s: float | None = None
+    ) -> None:
+        """``timeout_s``: how long a scenario may take; ``stall_s``: how long without getting on; None: by its size."""
         self.timeout_s = timeout_s
+        self.stall_s = stall_s
         self._subject = SubjectName(subject.absolute, subject.args)
         self._capabilities = capabilities(subject.absolute)
         self._pool = pool
@@ -120,7 +133,7 @@ class Evaluator:
         """
         if world in self._imported:
             return
-        outcome = self._run(world, encode(CheckSubject(self._subject)), IMPORT_TIMEOUT_S)
+        outcome = self._check(world)
         _require_working(outcome)
         if not outcome.replied:
             report = _first_failed(outcome)
@@ -156,7 +169,7 @@ class Evaluator:
         self.prepare(scenario.world)
         before = len(self._pool.incidents)
         task = RunScenario(self._subject, scenario, self._exchanges, inspect)
-        outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario))
+        outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario), self._watch(scenario))
         if not outcome.replied:
             self._imported.discard(scenario.world)  # the next run starts fresh ranks
         crashed = _crashed(self._pool.incidents[before:])
@@ -165,6 +178,9 @@ class Evaluator:
         evaluation = conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
         if evaluation.conclusion is Conclusion.HOLDS and expect.unhit(scenario, evaluation.hits):
             evaluation = dataclasses.replace(evaluation, conclusion=Conclusion.UNHIT)
+        if evaluation.recycled is not None:
+            self._pool.recycle(scenario.world)
+            self._imported.discard(scenario.world)
         return outcome, evaluation
 
     def _lefts(self, world: int) -> Callable[[int], Left]:
@@ -190,20 +206,38 @@ class Evaluator:
         if world not in self._imported:
             return None
         before = len(self._pool.incidents)
-        self._run(world, encode(CheckSubject(self._subject)), IMPORT_TIMEOUT_S)
+        self._check(world)
         return _crashed(self._pool.incidents[before:])
 
-    def _run(self, world: int, task: bytes, timeout_s: float) -> Outcome:
+    def _check(self, world: int) -> Outcome:
+        """Have the ranks import the subject; nothing but their stacks shows how far they are."""
+        watch = Watch(lambda _rank: None, self.stall_s or IMPORT_BLOCKED_S, self.stall_s or IMPORT_COMPUTING_S)
+        return self._run(world, encode(CheckSubject(self._subject)), self.timeout_s or IMPORT_TIMEOUT_S, watch)
+
+    def _run(self, world: int, task: bytes, timeout_s: float, watch: Watch) -> Outcome:
         try:
-            return self._pool.run(world, task, timeout_s=timeout_s)
+            return self._pool.run(world, task, timeout_s=timeout_s, watch=watch)
         except PoolError as error:
             raise UndecidedError(str(error)) from error
 
     def _timeout_s(self, scenario: Scenario) -> float:
         if self.timeout_s is not None:
             return self.timeout_s
-        work = scenario.numel * scenario.world * len(scenario.operations)
-        return BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * work
+        return (BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * _work(scenario)) * machine.patience()
+
+    def _watch(self, scenario: Scenario) -> Watch:
+        directory, world = self._pool.directory, scenario.world
+        work = _work(scenario)
+        return Watch(
+            moved=lambda rank: trail.position(directory, world, rank),
+            blocked_s=self.stall_s or BLOCKED_S + BLOCKED_S_PER_ELEMENT * work,
+            computing_s=self.stall_s or COMPUTING_S + TIMEOUT_S_PER_ELEMENT * work,
+        )
+
+
+def _work(scenario: Scenario) -> int:
+    """Elements that are generated, summed or compared, over all ranks."""
+    return scenario.numel * scenario.world * len(scenario.operations)
 
 
 def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.Implied | None = None) -> Evaluation:

@@ -63,6 +63,7 @@ class CampaignOptions:
         parameters: the user's own list instead of drawn ones.
         report: where failing cases are saved.
         timeout_s: limit of one scenario; None: by its size.
+        stall_s: limit of the time in which no rank gets on; None: by the size of the scenario.
         shrink_s: upper bound of the time spent on making a failing scenario smaller.
     """
 
@@ -77,6 +78,7 @@ class CampaignOptions:
     report: Path
     timeout_s: float | None
     shrink_s: float = SHRINK_S
+    stall_s: float | None = None
 
 
 class Observer(Protocol):
@@ -159,7 +161,7 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
     interrupted = False
     try:
         with _ranks(options, pool) as ranks:
-            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
             if source.total >= FULL_CAMPAIGN:
                 check_canaries(ranks, options.worlds[0])
@@ -198,7 +200,7 @@ def replay_case(
     _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case")
     try:
         with _ranks(options, pool) as ranks:
-            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
             evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.evaluate(scenario)
@@ -559,6 +561,8 @@ def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool)
             words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]
     if options.timeout_s is not None:
         words += ["--timeout", f"{options.timeout_s:g}"]
+    if options.stall_s is not None:
+        words += ["--stall", f"{options.stall_s:g}"]
     if options.backend != "gloo":
         words += ["--backend", options.backend]
     return shlex.join(words)

@@ -44,7 +44,7 @@ class SoakOptions:
         every: each such one has a fault.
         seconds: upper bound of the whole.
         report: where the first case with a wrong verdict is saved.
-        timeout_s: limit of one scenario; None: as in a campaign.
+        timeout_s, stall_s: limits of one scenario; None: as in a campaign.
     """
 
     subject: SubjectSource
@@ -55,6 +55,7 @@ class SoakOptions:
     seconds: float | None = None
     report: Path
     timeout_s: float | None = None
+    stall_s: float | None = None
 
 
 class KindOutcome(Struct, frozen=True, kw_only=True):
@@ -162,7 +163,7 @@ def run_soak(options: SoakOptions, observer: Observer, pool: RankPool | None = N
     interrupted = False
     try:
         with nullcontext(pool) if pool is not None else start_pool(BACKEND) as ranks:
-            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s)
+            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
             _soak(options, observer, evaluator, tally)
     except UndecidedError as error:
         reason = str(error)

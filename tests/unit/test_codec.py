@@ -346,7 +346,7 @@ def scenario_fields(elements: int, bucket: int, world: int, parts: int, paramete
     return {**json.loads(encode(CASE)), "world": world, "parameters": shapes, "operations": operations}
 
 
-SLOW = {"fault": "slow", "rank": 0, "step": 0, "stage": "reduce", "milliseconds": 10_000}
+SLOW = {"fault": "slow", "rank": 0, "step": 0, "stage": "reduce", "milliseconds": 2_000}
 
 
 @pytest.mark.parametrize(
@@ -362,10 +362,10 @@ SLOW = {"fault": "slow", "rank": 0, "step": 0, "stage": "reduce", "milliseconds"
             scenario_fields(2**20 + 1, 1, world=4, parts=4),
             "operations[0].bucket: 4 steps x 262145 buckets on 4 ranks are too much work, at most 4194304 in all",
         ),
-        ({**scenario_fields(60, 1, world=1, parts=1), "faults": [SLOW]}, None),
+        ({**scenario_fields(300, 1, world=1, parts=1), "faults": [SLOW]}, None),
         (
-            {**scenario_fields(61, 1, world=1, parts=1), "faults": [SLOW]},
-            "faults[0].milliseconds: 10000 ms at each of 61 buckets are too long, at most 600000 ms in all",
+            {**scenario_fields(301, 1, world=1, parts=1), "faults": [SLOW]},
+            "faults[0].milliseconds: 2000 ms at each of 301 buckets are too long, at most 600000 ms in all",
         ),
         (scenario_fields(1, 4096, world=128, parts=128, parameters=4096), None),
         (

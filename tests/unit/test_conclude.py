@@ -13,8 +13,19 @@ from msgspec.structs import replace
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Left, Trail
 from harness.errors import UsageError
-from harness.evaluate import BASE_TIMEOUT_S, Conclusion, Evaluation, Evaluator, UndecidedError, conclude
-from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.evaluate import (
+    BASE_TIMEOUT_S,
+    BLOCKED_S,
+    COMPUTING_S,
+    Conclusion,
+    Evaluation,
+    Evaluator,
+    UndecidedError,
+    conclude,
+)
+from harness.faults.language import Kill
+from harness.launch import machine
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.pool import RankPool
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
 from harness.subjects.source import SubjectSource
@@ -475,9 +486,15 @@ class CannedPool:
         self.check: Callable[[int], RankReport] = lambda rank: checked(rank, None)
         self.run_scenario: Callable[[int], RankReport] = done
         self.tasks: list[tuple[int, CheckSubject | RunScenario, float]] = []
+        self.watches: list[Watch] = []
+        self.recycled: list[int] = []
 
-    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
+    def recycle(self, world: int) -> None:
+        self.recycled.append(world)
+
+    def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch) -> Outcome:
         decoded = decode_task(task)
+        self.watches.append(watch)
         self.tasks.append((world, decoded, timeout_s))
         answer = self.check if isinstance(decoded, CheckSubject) else self.run_scenario
         reports = tuple(answer(rank) for rank in range(world))
@@ -562,7 +579,7 @@ def test_a_handler_that_raises_in_the_check_leaves_it_undecided(pool: CannedPool
 def test_a_pool_that_cannot_work_leaves_it_undecided(
     pool: CannedPool, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(world: int, task: bytes, *, timeout_s: float) -> Outcome:
+    def fails(world: int, task: bytes, *, timeout_s: float, watch: Watch) -> Outcome:
         raise PoolError("the zygote is gone")
 
     monkeypatch.setattr(pool, "run", fails)
@@ -571,16 +588,57 @@ def test_a_pool_that_cannot_work_leaves_it_undecided(
         evaluator.evaluate(SCENARIO)
 
 
-def test_a_larger_scenario_may_take_longer_unless_a_limit_is_set(pool: CannedPool, evaluator: Evaluator) -> None:
+def test_a_larger_scenario_may_take_longer_unless_a_limit_is_set(
+    pool: CannedPool, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "patience", lambda: 1.0)
     large = replace(SCENARIO, parameters=(Parameter("w", (10**9,)),))
     for scenario in (SCENARIO, large):
         evaluator.evaluate(scenario)
-    Evaluator(SUBJECT, cast(RankPool, pool), timeout_s=3.0).evaluate(large)
+    Evaluator(SUBJECT, cast(RankPool, pool), timeout_s=3.0, stall_s=0.5).evaluate(large)
     limits = [limit for _, task, limit in pool.tasks if isinstance(task, RunScenario)]
 
     assert BASE_TIMEOUT_S <= limits[0] < BASE_TIMEOUT_S + 1
     assert limits[1] > 1000
     assert limits[2] == 3.0
+    stalls = [(watch.blocked_s, watch.computing_s) for watch in pool.watches]
+    assert BLOCKED_S <= stalls[1][0] < BLOCKED_S + 1
+    assert COMPUTING_S <= stalls[1][1] < COMPUTING_S + 1
+    assert all(limit > 10 for limit in stalls[2])
+    assert stalls[-1] == (0.5, 0.5)
+
+
+def test_a_loaded_machine_has_more_time(
+    pool: CannedPool, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "patience", lambda: 4.0)
+    evaluator.evaluate(SCENARIO)
+
+    assert pool.tasks[-1][2] >= 4 * BASE_TIMEOUT_S
+
+
+def test_ranks_that_should_not_go_on_are_replaced(pool: CannedPool, evaluator: Evaluator) -> None:
+    pool.run_scenario = lambda rank: done(rank, recycle="40 more threads" if rank else None, changed=("umask",))
+
+    evaluation = evaluator.evaluate(SCENARIO)
+    evaluator.evaluate(SCENARIO)
+
+    assert evaluation.conclusion is Conclusion.HOLDS
+    assert evaluation.recycled == "rank 1: 40 more threads"
+    assert evaluation.changed == {"umask"}
+    assert pool.recycled == [2, 2]
+    assert sum(isinstance(task, CheckSubject) for _, task, _ in pool.tasks) == 2  # fresh ranks import it anew
+
+
+def test_a_fault_that_never_struck_decides_nothing(pool: CannedPool, evaluator: Evaluator) -> None:
+    fault = Kill(rank=1, step=0, stage=Stage.NORM)
+    scenario = replace(SCENARIO, faults=(fault,))
+
+    assert evaluator.evaluate(scenario).conclusion is Conclusion.UNHIT
+
+    pool.run_scenario = lambda rank: done(rank, hits=(0,) if rank else ())
+    evaluation = evaluator.evaluate(scenario)
+    assert (evaluation.conclusion, evaluation.hits) == (Conclusion.HOLDS, {1: (0,)})
 
 
 # --- sums that are not added in the predicted order ------------------------------------------------------------------
