@@ -39,7 +39,7 @@ BAD = [
     ("verify --params DIRECTORY", "DIRECTORY: expected a JSON file, got a directory"),
     ("verify --params FILE", "FILE: expected JSON"),
     ("verify --params shapeless.json", "shapeless.json: $[0]"),
-    ("verify --subject nope", "'nope': no built-in system of that name (there are: zero2)"),
+    ("verify --subject nope", "'nope': no built-in system of that name (there are: "),
     ("verify --subject missing.py:Zero2", "no such file"),
     ("verify --subject FILE:1a", "got class name '1a'"),
     ("verify --subject-arg overlap", "'overlap': expected name=value"),

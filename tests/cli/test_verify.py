@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -32,7 +33,10 @@ def test_a_right_class_holds(cli: CommandLine) -> None:
 
 
 def test_a_violation_is_saved_and_replays_from_anywhere(cli: CommandLine) -> None:
-    """The saved case shows the same failure again, from another directory; another class passes it."""
+    """The saved case shows the same failure again, from another directory; another class passes it.
+
+    The class lies in neither directory, so that it has to be named: the printed command does.
+    """
     found = cli.run("verify", "--subject", BROKEN, "--world", "1", "--seed", "1", "--report", "out", "--json", "r.json")
     assert found.returncode == 1
     failure = json.loads((cli.directory / "r.json").read_text())["failure"]
@@ -42,7 +46,9 @@ def test_a_violation_is_saved_and_replays_from_anywhere(cli: CommandLine) -> Non
 
     (cli.directory / "elsewhere").mkdir()
     cli.directory /= "elsewhere"
-    again = cli.run("replay", str(case), "--json", "-")
+    command = shlex.split(failure["replay"])
+    assert command[5:] == ["--subject", BROKEN]
+    again = cli.run("replay", str(case), *command[5:], "--json", "-")
     assert again.returncode == 1
     repeated = json.loads(again.stdout)["failure"]
     for field in ("property", "step", "stage", "rank", "parameter", "element", "expected_bits", "actual_bits"):
@@ -79,6 +85,36 @@ def test_a_subject_that_cannot_be_driven_is_bad_input(cli: CommandLine, subject:
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("subject", ["package/mine.py:Forgets", "package.mine:Forgets"])
+def test_a_saved_case_of_ones_own_project_replays_without_more(cli: CommandLine, subject: str) -> None:
+    """A file or a module of the current directory needs no --subject; elsewhere the case alone is refused."""
+    (cli.directory / "package").mkdir()
+    (cli.directory / "package" / "mine.py").write_text(FORGETS)
+    done = cli.run("verify", "--subject", subject, "--world", "1", "--examples", "9", "--seed", "1", "--json", "-")
+    assert done.returncode == 1
+    words = shlex.split(json.loads(done.stdout)["failure"]["replay"])
+    assert words[:4] == ["python", "-m", "harness", "replay"]
+    assert len(words) == 5
+
+    here = cli.run(*words[3:], "--json", "-")
+    (cli.directory / "elsewhere").mkdir()
+    elsewhere = cli.shell('cd elsewhere; "$@"', "replay", str(cli.directory / words[4]))
+
+    assert here.returncode == 1
+    assert json.loads(here.stdout)["failure"]["replay"] == shlex.join(words)
+    assert elsewhere.returncode == 2
+    assert "is not in the current directory or below" in elsewhere.stderr
+
+
+FORGETS = """
+from zero2core import ZeroMaster
+
+class Forgets(ZeroMaster):
+    def gather_params(self):
+        pass
+"""
 
 
 def test_an_interruption_ends_every_process(cli: CommandLine, start: Callable[..., subprocess.Popen[str]]) -> None:
