@@ -66,7 +66,7 @@ class Isolation:
             self._own[subject] = {
                 index: value for index, value in enumerate(now) if not _equal(value, self._home[index])
             }
-            self._put_back(self._own[subject])
+            self._put_back(self._own[subject], not self._streams.intact())
 
     def begin(self, subject: str, scenario: Scenario) -> None:
         """Before a scenario: the class's own environment, and generators in a state that follows from the scenario."""
@@ -105,9 +105,10 @@ class Isolation:
             if not _equal(away.get(index, self._home[index]), own.get(index, self._home[index]))
         ]
         self._present = {}
-        if not self._streams.intact():
+        redirected = not self._streams.intact()
+        if redirected:
             changed.append(Streams.name)
-        stuck = self._put_back(away)
+        stuck = self._put_back(away, redirected)
         recycle = self._growth.after(scenario)
         if self.group_is_gone:
             recycle = "the class destroyed the default process group"
@@ -117,13 +118,14 @@ class Isolation:
             recycle = f"what the class changed could not be put back: {', '.join(dict.fromkeys(stuck))}"
         return Left(tuple(dict.fromkeys(changed)), recycle)
 
-    def _put_back(self, away: dict[int, Any]) -> list[str]:
+    def _put_back(self, away: dict[int, Any], redirected: bool) -> list[str]:
         """Put these states, and the streams, back home; returns the names of those that would not go."""
         stuck = []
-        with suppress(OSError):
-            self._streams.put_back()
-        if not self._streams.intact():
-            stuck.append(Streams.name)
+        if redirected:
+            with suppress(OSError):
+                self._streams.put_back()
+            if not self._streams.intact():
+                stuck.append(Streams.name)
         for index in away:
             _write(index, self._home[index])
         stuck += [STATES[index].name for index in away if not _equal(_read(index), self._home[index])]

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TextIO
 
@@ -27,6 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from harness.launch import process
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class State:
         name: For people, in the plural where there are several.
         read: The present value, to be compared by ``==``; a copy, so that it does not change with the state.
         write: Put a value back that was read before.
-        arithmetic: What the harness itself computes depends on it: put back whenever the class returns to the harness.
+        arithmetic: What the harness itself computes or calls may depend on it: put back whenever the class returns to
+            the harness, dozens of times in a scenario. For others it takes care (it names devices and an errstate).
     """
 
     name: str
@@ -49,7 +51,12 @@ class State:
 # Positive unless the processor takes subnormal numbers for zeros; torch can set that, but not tell.
 _SUBNORMAL = 5e-324
 
-_SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+# Those that programs and faulthandler use; to ask for all 64 would take 60 us.
+_SIGNAL_NAMES = (
+    "SIGHUP SIGINT SIGQUIT SIGILL SIGTRAP SIGABRT SIGBUS SIGFPE SIGUSR1 SIGSEGV SIGUSR2 SIGPIPE SIGALRM SIGTERM "
+    "SIGCHLD SIGCONT SIGTSTP SIGVTALRM SIGPROF SIGIO SIGSYS"
+)
+_SIGNALS = (*(int(getattr(signal, name)) for name in _SIGNAL_NAMES.split()), int(process.STACKS_SIGNAL))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # Guards of inference mode, which lose their effect when they are no longer referred to.
 _inference_guards: list[torch.inference_mode] = []
@@ -118,8 +125,9 @@ def _set_collectives(functions: tuple[Any, Any]) -> None:
 
 
 # The functions of torch.distributed, as they are recorded or as a class replaced them.
+_PUBLIC = {name: value for name, value in vars(dist).items() if type(value) is FunctionType}
 _NAMES = {
-    module: tuple(name for name, value in vars(module).items() if type(value) is FunctionType)
+    module: tuple(name for name, value in _PUBLIC.items() if vars(module).get(name) is value)
     for module in (dist, distributed_c10d)
 }
 _GETTERS = {module: itemgetter(*names) for module, names in _NAMES.items()}
@@ -144,7 +152,7 @@ def _set_environment(environment: Mapping[bytes, bytes]) -> None:
 
 def _working_directory() -> str | None:
     try:
-        return str(Path.cwd())
+        return os.getcwd()  # noqa: PTH109 (a Path takes longer)
     except FileNotFoundError:  # it was deleted
         return None
 
@@ -242,19 +250,18 @@ def _set_anomaly(value: tuple[bool, bool]) -> None:
 STATES = (
     State("default dtype", torch.get_default_dtype, torch.set_default_dtype, arithmetic=True),
     # An empty tensor tells in a third of the time that torch.get_default_device() takes.
-    State("default device", lambda: torch.empty(0).device, _set_default_device, arithmetic=True),
+    State("default device", lambda: torch.empty(0).device, _set_default_device),
     # Before the grad mode, which it changes too.
     State("inference mode", torch.is_inference_mode_enabled, _set_inference),
     State("grad mode", torch.is_grad_enabled, _set_grad_mode, arithmetic=True),
-    State("autocast", _autocast, _set_autocast, arithmetic=True),
+    State("autocast", _autocast, _set_autocast),
     State(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
-        arithmetic=True,
     ),
     State("flush-denormal mode", lambda: not _SUBNORMAL > 0.0, _set_flush_denormal, arithmetic=True),
-    State("numpy errstate", np.geterr, _set_errstate, arithmetic=True),
+    State("numpy errstate", np.geterr, _set_errstate),
     State("warnings filters", lambda: list(warnings.filters), _set_filters, arithmetic=True),
     State("recursion limit", sys.getrecursionlimit, _set_recursion_limit, arithmetic=True),
     State(
