@@ -184,6 +184,8 @@ class _Comparison:
             wanted = self.implied(before.step, before.stage)
             if wanted is not None and len(self._of_stage(rank, before, 0)) != len(wanted):
                 return False
+        if self._passed_over(before, call):
+            return False
         if call is None:
             return True
         wanted = self.implied(call.step, call.stage)
@@ -191,6 +193,25 @@ class _Comparison:
             return None
         number = len([one for one in calls[: self.position] if _when(one) == _when(call)])
         return number < len(wanted) and wanted[number] == (call.kind, call.dtype, call.length)
+
+    def _passed_over(self, before: Collective | None, call: Collective | None) -> bool:
+        """Whether a stage lies between two calls of a rank, or after its last, in which it should have called."""
+        if self.implied is None:
+            return False
+        stages = list(STAGE_ORDER)
+        last = None if call is None else _when(call)
+        step, order = (-1, 0) if before is None else _when(before)
+        while True:
+            order += 1
+            if order == len(stages):
+                step, order = step + 1, 1  # the construction is no stage of a step
+            if last is not None and (step, order) >= last:
+                return False
+            wanted = self.implied(None if step < 0 else step, stages[order].value)
+            if wanted:
+                return True
+            if wanted is None and step >= 0:
+                return False  # beyond the last step
 
     def _follows_habit(self, rank: int) -> bool | None:
         """Whether a rank calls here what ranks call in that stage of other steps; None: there are no such steps."""

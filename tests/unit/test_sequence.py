@@ -176,6 +176,9 @@ def test_what_the_layout_implies_is_what_it_should_be() -> None:
         ((OWN[0], OWN[1], OWN[2][:2]), "gather"),
         ((OWN[0], OWN[1], OWN[2] + OWN[2][:1]), "gather"),
         (([BUCKET, ("reduce_scatter", "bf16", 16), BUCKET], OWN[1], OWN[2]), "reduce"),
+        (([], OWN[1], OWN[2]), "reduce"),
+        ((OWN[0], [], OWN[2]), "norm"),
+        ((OWN[0], OWN[1], []), "gather"),
     ],
 )
 def test_of_two_ranks_the_one_that_leaves_the_layout_is_named(
