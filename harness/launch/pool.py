@@ -473,6 +473,10 @@ class RankPool:
         try:
             yield
         except ZygoteGone as error:
+            # What it said before it went is the better reason.
+            with contextlib.suppress(ZygoteGone):
+                while (report := self._zygote.hear()) is not None:
+                    self._note(report)
             self._fail(str(error))
         except OSError as error:
             raise PoolError(self._with_cause(machine.describe_refusal(error))) from error

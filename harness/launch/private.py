@@ -46,15 +46,21 @@ class PrivateDirectory:
             self.remove()
             room = f"{free / 2**20:.1f} MiB are free, at least {_MIN_FREE_BYTES // 2**20} are needed"
             raise UsageError(f"temporary files in {place}: {room}; {_HINT}")
+        problem = self.problem()  # A quota, or a limit on the size of files, is not in what is free.
+        if problem is not None:
+            self.remove()
+            raise UsageError(problem)
 
     def problem(self) -> str | None:
-        """One line if the directory cannot be written now; tries it."""
+        """One line if the directory cannot be written now; tries it. (One that is gone went with the pool.)"""
         probe = self.path / f"probe{os.getpid()}"
         try:
             try:
                 probe.write_bytes(bytes(_PROBE_BYTES))
             finally:
                 probe.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             return f"cannot write logs and stores in {self.path}: {error.strerror}; {_HINT}"
         return None

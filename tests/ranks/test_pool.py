@@ -208,7 +208,7 @@ def test_a_stopped_rank_cannot_hold_up_the_pool(pool: RankPool) -> None:
     stopped = pids(pool, 2)[1]
     os.kill(stopped, signal.SIGSTOP)
 
-    outcome = pool.run(2, bytes(20_000_000), timeout_s=SHORT_S)
+    outcome = pool.run(2, bytes(20_000_000), timeout_s=5 * SHORT_S)  # The other rank must get its reply through.
 
     assert ends(outcome) == [RankEnd.REPLIED, RankEnd.TIMED_OUT]
     assert "state T (stopped by a signal)" in (outcome.ranks[1].stacks or "")
@@ -481,7 +481,12 @@ def in_a_process_of_its_own(code: str, **environment: str) -> str:
     """What a script prints that uses a pool, after an import of it."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in [*sys.path, ""])
     done = subprocess.run(
-        [sys.executable, "-c", "import os, resource\nfrom harness.launch.pool import *\n" + textwrap.dedent(code)],
+        [
+            sys.executable,
+            "-c",
+            "import os, resource\nfrom harness.errors import *\nfrom harness.launch.pool import *\n"
+            + textwrap.dedent(code),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -502,7 +507,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         for start in (lambda: pool.run(1, b'{"do": "raise"}', timeout_s=60), lambda: RankPool("a:b")):
             try:
                 ends.append(start())
-            except PoolError as error:
+            except (PoolError, UsageError) as error:
                 print(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(pool.run(1, b"", timeout_s=60).replied, ends)

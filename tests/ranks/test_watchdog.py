@@ -143,7 +143,7 @@ def test_a_failure_comes_before_a_stall(pool: RankPool) -> None:
 
 
 def test_the_silence_of_a_parent_that_pauses_is_its_own(pool: RankPool) -> None:
-    """While it does not look, nothing counts against ranks that wait all the time; only the deadline still holds."""
+    """While it does not look, nothing counts against the ranks that wait, nor for the deadline."""
     resumed = pool.directory / "resumed"
     calls: list[float] = []
 
