@@ -224,6 +224,8 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Diverg
     elif not named and left.collectives:
         number, call = sequence.ordinal(len(left.collectives)), left.collectives[-1]
         text += f"; all of them called their {number} collective, {sequence.name(call, world)}"
+    if report.end is RankEnd.STALLED and report.activity is not Activity.STOPPED:
+        text += " (--stall gives more time)"
     return Divergence(
         property=Property.PROGRESS,
         step=left.step,
@@ -236,10 +238,9 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Diverg
 def _why(report: RankReport) -> str:
     if report.end is RankEnd.TIMED_OUT:
         closed = f"{report.error}; " if report.error and "connection" in report.error else ""
-        return f"{closed}it was still running when its time was up; --timeout gives it more"
+        return f"{closed}it was still running when its time was up (--timeout gives more)"
     if report.end is RankEnd.STALLED:
-        more = "" if report.activity is Activity.STOPPED else "; --stall gives it more"
-        return f"{report.error}{more}"
+        return f"it {report.error}"
     return report.error or report.end.value
 
 

@@ -31,10 +31,12 @@ class Reading:
     Attributes:
         activity: By the states of all threads.
         cpu_s: The processor time they have used, also that of descendants that were reaped.
+        descendants: Their process numbers.
     """
 
     activity: Activity
     cpu_s: float
+    descendants: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read(pids: Iterable[int]) -> dict[int, Reading]:
         family = _with_descendants(pid, children)
         states = own.union(*(_thread_states(member) for member in family[1:]))
         cpu_s = sum(processes[member].cpu_s for member in family if member in processes)
-        readings[pid] = Reading(_activity(own, states), cpu_s)
+        readings[pid] = Reading(_activity(own, states), cpu_s, frozenset(family[1:]))
     return readings
 
 

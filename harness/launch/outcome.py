@@ -47,8 +47,8 @@ class Activity(enum.Enum):
 class Watch:
     """When a task counts as hung: not by the time that passes, but when no rank gets on.
 
-    A rank gets on while ``moved(rank)`` changes, while it sends something, and while its stacks show functions that
-    they have not shown since.
+    A rank gets on while ``moved(rank)`` changes, while it sends something, while its stacks show functions that they
+    have not shown since, and while it starts processes.
 
     Attributes:
         moved: Something that differs when a rank has got on since it was last asked; cheap, never raises.

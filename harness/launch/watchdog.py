@@ -24,6 +24,7 @@ _LOOK_AFTER_S = 0.5
 # Stacks are asked for at most so often, and more often where the limits are small: the first time says nothing yet.
 _SAMPLE_S = 2.0
 _SAMPLES_PER_LIMIT = 4
+_MAX_PROCESSES = 100
 _FRAME = re.compile(r'^  File "(.*)", line (?:\d+|\?\?\?) in (.*)$', re.MULTILINE)
 
 
@@ -47,12 +48,12 @@ class Stall:
             because = f"no rank got on for {self.seconds:.1f} s"
         else:
             because = f"no rank got on while rank {self.rank} used {self.seconds:.1f} s of processor time"
-        return f"{because}; this one {_DID[doing]}"
+        return f"{_DID[doing]} ({because})"
 
 
 _DID: dict[Activity | None, str] = {
     None: "was ending",
-    Activity.STOPPED: "was stopped by a signal (SIGSTOP or a debugger)",
+    Activity.STOPPED: "was stopped by SIGSTOP or a debugger",
     Activity.BLOCKED: "waited without using the processor",
     Activity.COMPUTING: "was computing",
     Activity.DEVICE: "waited for a device",
@@ -139,6 +140,26 @@ class FunctionsSeen:
         self._seen.clear()
 
 
+class ProcessesSeen:
+    """The processes that the ranks have started. A compiler takes minutes, one process after the other."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] | None = None
+
+    def add(self, descendants: frozenset[int]) -> bool:
+        """Whether there is one that was not there before; whoever starts them without end gets on only so often."""
+        if self._seen is None:
+            self._seen = set(descendants)
+            return False
+        news = not descendants <= self._seen and len(self._seen) < _MAX_PROCESSES
+        self._seen |= descendants
+        return news
+
+    def forget(self) -> None:
+        """Begin anew: the ranks are in another part of their task."""
+        self._seen = None
+
+
 class Watchdog:
     """Watches one task of a set of ranks.
 
@@ -153,6 +174,7 @@ class Watchdog:
         self._watch, self._ranks, self._ask_for_stacks = watch, ranks, ask_for_stacks
         self._silence = Silence(watch.blocked_s, watch.computing_s, now_s)
         self._functions = FunctionsSeen()
+        self._processes = ProcessesSeen()
         self._sample_s = max(TICK_S, min(_SAMPLE_S, min(watch.blocked_s, watch.computing_s) / _SAMPLES_PER_LIMIT))
         self._next_sample_s = self._sample_s  # of quiet time
         self._sizes: dict[int, int] = {}  # of the stacks that were asked for, by rank; empty when none were
@@ -165,6 +187,7 @@ class Watchdog:
         if marks != self._marks:
             self._marks = marks
             self._functions.forget()
+            self._processes.forget()
             self._start_over()
             return None
         if self._silence.quiet_s < _LOOK_AFTER_S:
@@ -172,7 +195,8 @@ class Watchdog:
         members = {member.pid: member for member in self._ranks.unfinished if member.pid is not None}
         readings = activity.read(members)
         stall = self._silence.look(step_s, {members[pid].rank: reading for pid, reading in readings.items()})
-        if self._stacks_show_news():
+        started = self._processes.add(frozenset().union(*(reading.descendants for reading in readings.values())))
+        if self._stacks_show_news() or started:
             # What they have shown stays known: a loop through many functions has shown them all before long.
             self._start_over()
             return None

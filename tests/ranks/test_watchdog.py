@@ -35,10 +35,10 @@ def run_and_replace(pool: RankPool, world: int, task: bytes, limits: Watch) -> O
 @pytest.mark.parametrize(
     ("do", "activity", "error"),
     [
-        ("sleep", Activity.BLOCKED, "this one waited without using the processor"),
-        ("hang", Activity.BLOCKED, "this one waited without using the processor"),
-        ("poll", Activity.BLOCKED, "this one waited without using the processor"),
-        ("stop", Activity.STOPPED, "this one was stopped by a signal (SIGSTOP or a debugger)"),
+        ("sleep", Activity.BLOCKED, "waited without using the processor"),
+        ("hang", Activity.BLOCKED, "waited without using the processor"),
+        ("poll", Activity.BLOCKED, "waited without using the processor"),
+        ("stop", Activity.STOPPED, "was stopped by SIGSTOP or a debugger"),
     ],
 )
 def test_a_rank_that_waits_stalls_the_task(pool: RankPool, do: str, activity: Activity, error: str) -> None:

@@ -15,7 +15,7 @@ from harness.verdict import Collective, Divergence, Property, RankStatus, RankVe
 WORLD = 3
 REDUCE = Collective("reduce_scatter", "fp32", 96, (0, 1, 2), 0, "reduce")
 NORM = Collective("all_reduce", "fp32", 1, (0, 1, 2), 0, "norm")
-BLOCKED_ERROR = "no rank got on for 5 s; this one waited"
+BLOCKED_ERROR = "waited without using the processor (no rank got on for 5.0 s)"
 
 RANK_FRAMES = """\
   File "/x/harness/drive/driver.py", line 300 in _reduce
@@ -73,8 +73,8 @@ def test_the_rank_that_others_wait_for_is_named_with_what_it_did_not_call(culpri
     assert (found.property, found.rank, found.step, found.stage) == (Property.PROGRESS, culprit, 0, Stage.REDUCE)
     waiting = ", ".join(map(str, others(culprit)))
     assert found.message == (
-        f"rank {culprit} did not get on: {BLOCKED_ERROR}; --stall gives it more; "
-        f"ranks {waiting} wait for its 2nd collective, all_reduce fp32[1]"
+        f"rank {culprit} did not get on: it {BLOCKED_ERROR}; "
+        f"ranks {waiting} wait for its 2nd collective, all_reduce fp32[1] (--stall gives more time)"
     )
 
 
@@ -124,7 +124,7 @@ def test_where_all_wait_in_the_same_collective_nobody_is_named() -> None:
 
     assert found.rank is None
     assert found.message.startswith("ranks 0, 1, 2 did not get on")
-    assert found.message.endswith("all of them called their 1st collective, reduce_scatter fp32[96]")
+    assert "all of them called their 1st collective, reduce_scatter fp32[96]" in found.message
 
 
 def test_who_only_lost_a_peer_is_not_named_while_another_has_not_ended() -> None:

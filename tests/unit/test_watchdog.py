@@ -17,7 +17,7 @@ from harness.launch import activity
 from harness.launch.activity import Reading
 from harness.launch.outcome import Activity
 from harness.launch.rankset import last_stacks
-from harness.launch.watchdog import TICK_S, FunctionsSeen, Silence, Stall
+from harness.launch.watchdog import TICK_S, FunctionsSeen, ProcessesSeen, Silence, Stall
 
 
 class World:
@@ -142,8 +142,12 @@ def test_time_that_vanishes_is_not_given_back() -> None:
     ("rank", "doing", "text"),
     [
         (1, Activity.COMPUTING, "used 8.1 s of processor time without getting on"),
-        (0, Activity.BLOCKED, "no rank got on while rank 1 used 8.1 s of processor time; this one waited without"),
-        (2, Activity.COMPUTING, "no rank got on while rank 1 used 8.1 s of processor time; this one was computing"),
+        (
+            0,
+            Activity.BLOCKED,
+            "waited without using the processor (no rank got on while rank 1 used 8.1 s of processor time)",
+        ),
+        (2, Activity.COMPUTING, "was computing (no rank got on while rank 1 used 8.1 s of processor time)"),
     ],
 )
 def test_each_rank_is_told_apart(rank: int, doing: Activity, text: str) -> None:
@@ -154,7 +158,7 @@ def test_each_rank_is_told_apart(rank: int, doing: Activity, text: str) -> None:
 def test_a_stall_of_all_blames_nobody() -> None:
     """Every rank is described alike, by what it did."""
     assert Stall(None, 5.0).describe(0, Activity.STOPPED) == (
-        "no rank got on for 5.0 s; this one was stopped by a signal (SIGSTOP or a debugger)"
+        "was stopped by SIGSTOP or a debugger (no rank got on for 5.0 s)"
     )
 
 
@@ -226,6 +230,19 @@ def test_the_kernel_says_what_a_process_does() -> None:
         while (after_s := activity.read([pid])[pid].cpu_s) < before_s + 0.1 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert after_s >= before_s + 0.1
+
+
+def test_a_process_not_seen_before_is_news_but_not_for_ever() -> None:
+    """The first look only says what there is."""
+    seen = ProcessesSeen()
+
+    assert not seen.add(frozenset({1}))
+    assert not seen.add(frozenset({1}))
+    assert seen.add(frozenset({2}))
+    assert not seen.add(frozenset())
+    assert sum(seen.add(frozenset({number})) for number in range(3, 1000)) < 200
+    seen.forget()
+    assert not seen.add(frozenset({5000}))
 
 
 def test_what_children_do_is_done_by_the_process() -> None:
