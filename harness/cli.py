@@ -200,7 +200,7 @@ _stall_option = click.option(
     callback=inputs.seconds,
     metavar="S",
     help="Seconds in which no rank gets on (calls a collective, enters a stage, runs code it has not run yet), waiting "
-    "or computing, before a scenario counts as hung (default: 5 and 8, and more by its size).",
+    "or computing, before a scenario counts as hung (default: 5 and 6, and more by its size).",
 )
 _seed_option = click.option(
     "--seed",

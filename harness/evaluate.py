@@ -40,7 +40,7 @@ TIMEOUT_S_PER_ELEMENT = 1e-6
 # wait, with nobody computing, is a fraction of a second.
 BLOCKED_S = 5.0
 BLOCKED_S_PER_ELEMENT = 1e-8
-COMPUTING_S = 8.0
+COMPUTING_S = 6.0
 IMPORT_BLOCKED_S = 30.0
 IMPORT_COMPUTING_S = 60.0
 IMPORT_TIMEOUT_S = 180.0
@@ -347,6 +347,7 @@ def _left_behind(report: RankReport, left: Left) -> RankVerdict:
         status=RankStatus.SILENT,
         divergence=events[0] if events else None,
         collectives=left.collectives,
+        driven=left.driven,
         hits=left.hits,
     )
 

@@ -183,7 +183,8 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     ``situations``: what only running shows (``scenario.situations.Situation`` values). ``detail``: message and
     traceback of what was raised. ``unresolved``: a sum was not added in the predicted order, and from there on nothing
     was compared: what all ranks say about this run decides nothing. ``searched``: such a sum came up, and the ranks
-    searched for its order together. ``hits``: which of the scenario's faults struck here (their indices).
+    searched for its order together. ``driven``: all operations were done, so a call that is missing was not made.
+    ``hits``: which of the scenario's faults struck here (their indices).
     ``changed``: what the subject changed in the process beside its own, since put back (``"default dtype"``).
     ``recycle``: why this process should not be used any further, None when it may. ``handed``: what it handed to
     collectives wrongly, where that was looked at.
@@ -201,6 +202,7 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     detail: str | None = None
     unresolved: bool = False
     searched: bool = False
+    driven: bool = False
     hits: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()
     recycle: str | None = None

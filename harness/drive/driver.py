@@ -112,6 +112,7 @@ class Driver:
             self._build()
             for plan in steps(self.scenario):
                 self._step(plan)
+            self.record.drive()
             self._finish()
             self.record.finish()
         except SubjectRaisedError as raised:

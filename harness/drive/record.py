@@ -52,6 +52,7 @@ class Record:
         self._weights: list[WeightsObservation] = []
         self._collectives: list[Collective] = []
         self._hits: list[int] = []
+        self._driven = False
         trail.begin()
         context.collectives.mirror = self._called
 
@@ -74,8 +75,13 @@ class Record:
             self._hits.append(fault)
             self._trail.hit(fault)
 
+    def drive(self) -> None:
+        """All operations of the scenario are done."""
+        self._driven = True
+        self._trail.drive()
+
     def finish(self) -> None:
-        """The scenario was driven to its end."""
+        """There is only the verdict to send."""
         self._trail.finish()
 
     @property
@@ -142,6 +148,7 @@ class Record:
             detail=None if detail is None else sendable(detail),
             unresolved=self.unresolved,
             searched=self.searched,
+            driven=self._driven,
             hits=tuple(self._hits),
             handed=tuple(self.inspection.found) if self.inspection is not None else (),
         )

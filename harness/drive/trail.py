@@ -31,12 +31,16 @@ class _Hit(Struct, frozen=True, tag="hit", array_like=True):
     fault: int
 
 
+class _Driven(Struct, frozen=True, tag="driven", array_like=True):
+    pass
+
+
 class _Finished(Struct, frozen=True, tag="finished", array_like=True):
     pass
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Mark | _Call | _Hit | _Finished).decode
+_decode = msgspec.json.Decoder(_Mark | _Call | _Hit | _Driven | _Finished).decode
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,15 @@ class Left:
         step, stage: the last stage it entered.
         collectives: all it called, in order.
         hits: which of the scenario's faults struck it (their indices), in order.
-        finished: it drove the scenario to its end.
+        driven: it did all operations of the scenario; what is left are the harness's own questions.
+        finished: it has only to send its verdict.
     """
 
     step: int | None = None
     stage: Stage = Stage.BUILD
     collectives: tuple[Collective, ...] = ()
     hits: tuple[int, ...] = ()
+    driven: bool = False
     finished: bool = False
 
 
@@ -97,8 +103,12 @@ class Trail:
         """A fault of the scenario, by its index, is about to strike the rank."""
         self._append(_encode(_Hit(fault)))
 
+    def drive(self) -> None:
+        """The rank has done all operations of the scenario."""
+        self._append(_encode(_Driven()))
+
     def finish(self) -> None:
-        """The rank has driven the scenario to its end."""
+        """The rank has only to send its verdict."""
         self._append(_encode(_Finished()))
 
     def _append(self, entry: bytes) -> None:
@@ -130,7 +140,7 @@ def read(directory: Path, world: int, rank: int) -> Left:
     stage = Stage.BUILD
     collectives: list[Collective] = []
     hits: list[int] = []
-    finished = False
+    driven = finished = False
     try:
         lines = _path(directory, world, rank).read_bytes().rstrip(b"\0").splitlines()
     except OSError:
@@ -147,9 +157,11 @@ def read(directory: Path, world: int, rank: int) -> Left:
                 collectives.append(entry.collective)
             case _Hit():
                 hits.append(entry.fault)
+            case _Driven():
+                driven = True
             case _Finished():
                 finished = True
-    return Left(step, stage, tuple(collectives), tuple(hits), finished)
+    return Left(step, stage, tuple(collectives), tuple(hits), driven, finished)
 
 
 def position(directory: Path, world: int, rank: int) -> int:

@@ -61,7 +61,7 @@ def merge(verdicts: Sequence[RankVerdict], world: int, implied: sequence.Implied
         raise ValueError(f"verdicts of ranks {sorted(v.rank for v in verdicts)}, expected one of each of {world} ranks")
     ordered = [by_rank[rank] for rank in range(world)]
     checks: Counter[str] = Counter()
-    logs = [sequence.Log(verdict.collectives, verdict.status is RankStatus.DONE) for verdict in ordered]
+    logs = [sequence.Log(said.collectives, said.driven or said.status is RankStatus.DONE) for said in ordered]
     traffic, num_compared = sequence.differences(logs, implied)
     if num_compared:
         checks[Property.TRAFFIC.value] = num_compared
