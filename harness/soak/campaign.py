@@ -43,7 +43,8 @@ class SoakOptions:
         examples: scenarios in all.
         every: each such one has a fault.
         seconds: upper bound of the whole.
-        report: where the first case with a wrong verdict is saved.
+        report: where the first case with a wrong verdict is saved, made small.
+        shrink_s: upper bound of the time spent on that.
         timeout_s, stall_s: limits of one scenario; None: as in a campaign.
     """
 
@@ -56,6 +57,7 @@ class SoakOptions:
     report: Path
     timeout_s: float | None = None
     stall_s: float | None = None
+    shrink_s: float = 60.0
 
 
 class KindOutcome(Struct, frozen=True, kw_only=True):
@@ -211,6 +213,48 @@ def _soak(options: SoakOptions, observer: Observer, evaluator: Evaluator, tally:
         if tally.warm is not None and done > tally.warm[0]:
             since, before = tally.warm
             tally.growth = growth(before, _all_ranks_running(options, evaluator), done - since)
+    if tally.first_wrong is not None:
+        _shrink(options, observer, evaluator, tally)
+
+
+def _shrink(options: SoakOptions, observer: Observer, evaluator: Evaluator, tally: _Tally) -> None:
+    """Make the first scenario with a wrong verdict smaller, within a bound, and save it in place of the first."""
+    first = tally.first_wrong
+    if first is None:
+        return
+    deadline = time.monotonic() + options.shrink_s
+    best: tuple[Scenario, str] | None = None
+
+    def still_wrong(scenario: Scenario) -> bool:
+        nonlocal best
+        raise_if_interrupted()
+        if time.monotonic() > deadline:
+            raise _TimeUpError
+        problem = wrong_verdict(scenario, evaluator.attributed(scenario, evaluator.evaluate(scenario)))
+        if problem is not None:
+            best = scenario, problem
+        return problem is not None
+
+    number, fault = _drawn_as(options, first.scenario)
+    try:
+        generate.shrink(options.seed, number, options.worlds, still_wrong, fault=fault)
+    except (_TimeUpError, UndecidedError) as error:
+        observer.note(f"the case may not be the smallest: {error or 'shrinking took too long'}")
+    if best is not None:
+        tally.first_wrong = _saved(options, first.scenario, *best)
+
+
+class _TimeUpError(Exception):
+    """Shrinking has taken long enough."""
+
+
+def _drawn_as(options: SoakOptions, index: int) -> tuple[int, bool]:
+    """The number that the scenario in this place is drawn by, and whether with a fault."""
+    number, place = divmod(index, options.every)
+    if place < options.every - 1:
+        return index, False
+    # Numbered by themselves, after all others: as every K-th they could all be of one world.
+    return options.examples + number, True
 
 
 def _all_ranks_running(options: SoakOptions, evaluator: Evaluator) -> Usage:
@@ -239,11 +283,8 @@ class _Scenarios:
         self._drawer.close()
 
     def _draw(self, index: int) -> Scenario:
-        number, place = divmod(index, self._options.every)
-        if place < self._options.every - 1:
-            return generate.draw(self._options.seed, index, self._options.worlds)
-        # Numbered by themselves, after all others: as every K-th they could all be of one world.
-        return generate.draw(self._options.seed, self._options.examples + number, self._options.worlds, fault=True)
+        number, fault = _drawn_as(self._options, index)
+        return generate.draw(self._options.seed, number, self._options.worlds, fault=fault)
 
 
 def _judge(

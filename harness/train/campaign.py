@@ -22,7 +22,7 @@ from harness.drive import trail
 from harness.drive.tasks import SubjectName
 from harness.errors import UsageError
 from harness.evaluate import PRELOAD, Evaluation, UndecidedError, conclude
-from harness.launch.pool import Outcome, PoolError, RankPool
+from harness.launch.pool import Outcome, PoolError, RankPool, Watch
 from harness.report.result import SCHEMA, Failure, Verdict, versions
 from harness.scenario.model import AdamW
 from harness.subjects.source import SubjectSource
@@ -33,6 +33,8 @@ from harness.verdict import Divergence, Oracle, Property, Stage
 HANDLER = "harness.train.trainer:start"
 BACKEND = "gloo"
 MAX_WORLD = 64
+# No rank computes and none gets on: they wait for each other for ever.
+STEP_BLOCKED_S = 15.0
 DEFAULT_SUBJECT = SubjectSource("zero2", "zero2")
 MAX_STEPS = 1_000_000
 MAX_SEED = 2**63 - 1
@@ -242,9 +244,11 @@ def _run_steps(
         max_norm=options.max_norm,
         optimizer=options.optimizer,
     )
+    moved = partial(trail.position, pool.directory, options.world)
+    watch = Watch(moved, blocked_s=STEP_BLOCKED_S, computing_s=options.step_timeout_s)
     for step in range(options.steps):
         task = RunStep(step, setup if step == 0 else None)
-        outcome = pool.run(options.world, encode(task), timeout_s=options.step_timeout_s)
+        outcome = pool.run(options.world, encode(task), timeout_s=options.step_timeout_s, watch=watch)
         evaluation = conclude(outcome, partial(trail.read, pool.directory, options.world))
         tally.count(evaluation)
         reports = _reports(step, outcome, evaluation)

@@ -10,10 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
+from harness.faults.expect import HOLDS, expectation
 from harness.faults.language import Corrupt, Delay, Fault, Kill, Mute, Skip
 from harness.report.result import EXIT_HOLDS, EXIT_INTERRUPTED, EXIT_UNKNOWN, to_json
 from harness.scenario import codec
-from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
+from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values, steps
 from harness.soak import campaign
 from harness.soak.campaign import SoakOptions, SoakResult, run_soak, wrong_verdict
 from harness.soak.growth import ALLOWANCE_BYTES, BYTES_PER_SCENARIO, Usage, growth, usage
@@ -162,6 +163,7 @@ def soak(
     canned = Canned(wrong)
     monkeypatch.setattr(campaign, "Evaluator", lambda *_, **__: canned)
     monkeypatch.setattr(campaign.generate, "draw", draw)
+    monkeypatch.setattr(campaign.generate, "shrink", lambda *_, **__: None)  # what is drawn here has no smaller forms
     asked = SoakOptions(subject=parse("zero2"), report=directory, **{"examples": 12, "every": 3, **options})
     pool: Any = object()
     return run_soak(asked, Quiet(), pool), canned
@@ -249,3 +251,29 @@ def test_the_result_is_plain_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_the_made_up_evaluator_has_methods_of_the_real_one() -> None:
     assert not [name for name in ("prepare", "evaluate", "attributed") if not callable(getattr(Evaluator, name))]
+
+
+def test_the_first_wrong_case_is_made_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With its fault; what is saved is the smallest scenario of which the verdict was wrong."""
+
+    class NeverFindsKills(Canned):
+        def evaluate(self, scenario: Scenario) -> Evaluation:
+            self.scenarios.append(scenario)
+            fault = scenario.faults[0] if scenario.faults else None
+            if fault is None or isinstance(fault, Kill) or expectation(fault, scenario) == HOLDS:
+                return ended(Conclusion.HOLDS)
+            found = expectation(fault, scenario)
+            return violated(Property(min(found.properties)), found.rank)
+
+    canned = NeverFindsKills({})
+    monkeypatch.setattr(campaign, "Evaluator", lambda *_, **__: canned)
+    pool: Any = object()
+
+    options = SoakOptions(subject=parse("zero2"), report=tmp_path, examples=60, every=2, seed=3)
+    result = run_soak(options, Quiet(), pool)
+
+    assert result.wrong is not None
+    saved = codec.load(Path(result.wrong.case or "")).scenario
+    assert isinstance(saved.faults[0], Kill)
+    assert (saved.world, saved.numel, len(list(steps(saved)))) == (2, 1, 1)
+    assert len(canned.scenarios[result.wrong.scenario].operations) > len(saved.operations)  # as drawn

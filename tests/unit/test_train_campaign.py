@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.pool import RankPool
 from harness.train.campaign import TrainOptions, TrainResult, run_training
 from harness.train.messages import RunStep, StepReport, decode_task, encode
@@ -25,8 +25,8 @@ class CannedPool:
         self.tasks: list[RunStep] = []
         self._report = report
 
-    def run(self, world: int, task: bytes, *, timeout_s: float) -> Outcome:
-        del timeout_s
+    def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch) -> Outcome:
+        del timeout_s, watch
         self.tasks.append(decode_task(task))
         ranks = []
         for rank in range(world):
