@@ -306,6 +306,16 @@ class _Frame:
         return not (standard or self.in_torch or self.file.startswith("<") or _HARNESS.search(self.file))
 
 
+def without_harness(stacks: str) -> str:
+    """Stacks without the frames of the harness, which begin every one of them and say nothing about the subject."""
+    return "\n".join(line for line in stacks.splitlines() if not _is_harness(line))
+
+
+def _is_harness(line: str) -> bool:
+    frame = _FRAME.fullmatch(line)
+    return frame is not None and (frame["file"] == "<string>" or _HARNESS.search(frame["file"]) is not None)
+
+
 @dataclass(frozen=True)
 class Stack:
     """The frames of the thread in which a rank drives its subject, innermost first (as faulthandler writes them)."""

@@ -371,7 +371,9 @@ def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergenc
 
 
 def _stacks(report: RankReport) -> str:
-    return f"where rank {report.rank} was when it was stopped:\n{report.stacks}" if report.stacks else ""
+    if not report.stacks:
+        return ""
+    return f"where rank {report.rank} was when it was stopped:\n{blame.without_harness(report.stacks)}"
 
 
 def _tail(report: RankReport) -> str:

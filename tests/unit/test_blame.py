@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from harness import blame
-from harness.blame import Stack
+from harness.blame import Stack, without_harness
 from harness.drive.trail import Left
 from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport
 from harness.verdict import Collective, Divergence, Property, RankStatus, RankVerdict, Stage
@@ -191,6 +191,10 @@ def test_the_thread_that_drives_the_subject_is_found_among_others() -> None:
     assert in_sleep.subject_frame == "my_zero.py:44 in _pause"
     assert Stack.of('Thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n') is None
     assert Stack.of(None) is None
+
+
+def test_frames_of_the_harness_are_left_out_for_people() -> None:
+    assert without_harness(IN_SLEEP).splitlines() == IN_SLEEP.splitlines()[:3]
 
 
 def test_the_wait_for_an_asynchronous_collective_counts_as_one() -> None:
