@@ -13,8 +13,9 @@ from torch import Tensor
 
 from harness.bench.clock import Clock, TimedDriver
 from harness.bench.messages import BareReport, DoNothing, RunBare, TimedVerdict, decode_task, encode
-from harness.drive.driver import clip_coefficient
-from harness.drive.handler import LoadedSubjects
+from harness.drive.driver import Around, clip_coefficient
+from harness.drive.handler import LoadedSubjects, run_isolated
+from harness.drive.isolation import Isolation
 from harness.drive.parameters import ComputeWeights
 from harness.drive.tasks import CheckSubject
 from harness.drive.trail import Trail
@@ -30,7 +31,8 @@ from harness.verdict import RankStatus
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
     trail = Trail(context.directory, context.world, context.rank)
-    subjects = LoadedSubjects()
+    isolation = Isolation(context.rank, context.rearm)
+    subjects = LoadedSubjects(isolation.importing)
 
     def answer(message: bytes) -> bytes:
         clock = Clock()
@@ -45,11 +47,16 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             if report.problem is not None:
                 raise RankBroken(encode(report))
             return encode(report)
-        driver = TimedDriver(
-            context, cls, args, capabilities(task.subject.path), task.scenario, trail, exchanges=task.exchanges
-        )
-        driver.clock = clock
-        verdict = driver.run()
+        capable = capabilities(task.subject.path)
+
+        def build(around: Around) -> TimedDriver:
+            driver = TimedDriver(
+                context, cls, args, capable, task.scenario, trail, exchanges=task.exchanges, around=around
+            )
+            driver.clock = clock
+            return driver
+
+        verdict = run_isolated(isolation, task.subject.path, task.scenario, build)
         payload = encode(
             TimedVerdict(**{name: getattr(verdict, name) for name in verdict.__struct_fields__}, parts=clock.read())
         )

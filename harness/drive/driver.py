@@ -47,6 +47,10 @@ _FORMULA_EVERY = 4
 _FULL_MASTER_EVERY = 3
 
 
+Around = Callable[[], AbstractContextManager[None]]
+"""Gives what is entered around each call into the subject."""
+
+
 class SubjectRaisedError(Exception):
     """A call into the subject raised; ``unsupported`` when it was NotImplementedError ("outside my space")."""
 
@@ -82,7 +86,7 @@ class Driver:
         *,
         exchanges: bool = True,
         inspect: bool = False,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Around = nullcontext,
     ) -> None:
         """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`; ``around`` each subject's call."""
         self.inspect = inspect

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import torch
 
-from harness.drive.driver import Driver
+from harness.drive.driver import Around, Driver
 from harness.drive.isolation import Isolation, interrupted
-from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, SubjectName, decode_task, encode
+from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Trail
 from harness.errors import exception_text
 from harness.launch.rank import RankBroken, RankContext
+from harness.scenario.model import Scenario
 from harness.subjects.builtin import capabilities
 from harness.subjects.load import SubjectError, load_class
 from harness.verdict import Property, RankStatus, RankVerdict
@@ -59,7 +60,22 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
         if isinstance(task, CheckSubject):
             return encode(subjects.check(task.subject))
         cls = subjects.load(task.subject)
-        verdict = _isolated(context, isolation, cls, task, trail)
+        capable = capabilities(task.subject.path)
+
+        def build(around: Around) -> Driver:
+            return Driver(
+                context,
+                cls,
+                task.subject.args,
+                capable,
+                task.scenario,
+                trail,
+                exchanges=task.exchanges,
+                inspect=task.inspect,
+                around=around,
+            )
+
+        verdict = run_isolated(isolation, task.subject.path, task.scenario, build)
         payload = encode(verdict)
         if verdict.status is RankStatus.DONE:
             return payload
@@ -69,23 +85,17 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     return answer
 
 
-def _isolated(
-    context: RankContext, isolation: Isolation, cls: Callable[..., Any], task: RunScenario, trail: Trail
-) -> RankVerdict:
-    """Drive a scenario; nothing that the subject does to its process outlasts it."""
-    subject, scenario = task.subject, task.scenario
-    isolation.begin(subject.path, scenario)
-    driver = Driver(
-        context,
-        cls,
-        subject.args,
-        capabilities(subject.path),
-        scenario,
-        trail,
-        exchanges=task.exchanges,
-        inspect=task.inspect,
-        around=isolation.around,
-    )
+def run_isolated(isolation: Isolation, path: str, scenario: Scenario, build: Callable[[Around], Driver]) -> RankVerdict:
+    """Drive a scenario; nothing that the subject does to its process outlasts it.
+
+    Args:
+        isolation: Of this rank.
+        path: Of the subject.
+        scenario: What is driven.
+        build: Makes the driver, given what to enter around each call into the subject.
+    """
+    isolation.begin(path, scenario)
+    driver = build(isolation.around)
     try:
         verdict = driver.run()
     except BaseException as error:
@@ -97,7 +107,7 @@ def _isolated(
     destroyed = isolation.group_is_gone
     with isolation.around():
         del driver  # the subject with it: what its finaliser does belongs to this scenario
-    left = isolation.end(subject.path, scenario)
+    left = isolation.end(path, scenario)
     divergence = verdict.divergence
     if destroyed and divergence is not None and divergence.property is Property.PROGRESS:
         message = f"{divergence.message} (the class destroyed the default process group)"
