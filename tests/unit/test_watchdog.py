@@ -250,10 +250,14 @@ def test_what_children_do_is_done_by_the_process() -> None:
     loop = "subprocess.run([sys.executable, '-c', 'while True: pass'])"
     once = "subprocess.run([sys.executable, '-c', 'import time\\nwhile time.process_time() < 0.3: pass'])"
     with child(loop) as pid:
+        deadline = time.monotonic() + 60
+        while not (started := psutil.Process(pid).children()):  # or it would be started after it should be killed
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         try:
             assert becomes(pid, Activity.COMPUTING)
         finally:
-            for grandchild in psutil.Process(pid).children():
+            for grandchild in started:
                 grandchild.kill()
     with child(f"{once}; time.sleep(1000)") as pid:
         deadline = time.monotonic() + 60
