@@ -180,3 +180,15 @@ def test_the_environment_of_the_import_is_there_in_every_scenario(tmp_path: Path
 
 def assert_holds(result: Result) -> None:
     assert result.verdict == "holds", (result.reason, result.failure)
+
+
+def test_ranks_without_their_group_are_replaced_and_the_campaign_goes_on(campaigns: Campaigns) -> None:
+    """A class that destroys the default group after its last step: each scenario holds, the next has fresh ranks."""
+    result = campaigns.run("rude.py:DestroysGroupAtTheEnd", worlds=(2,), examples=4)
+    after = campaigns.run(PLAIN, worlds=(2,), examples=4)
+
+    assert_holds(result)
+    assert len(result.recycled) == 4
+    assert all("group" in reason for reason in result.recycled)
+    assert_holds(after)
+    assert after.recycled == ()
