@@ -65,7 +65,8 @@ def cause(
         report.rank: _told(verdicts[report.rank]) if report.rank in verdicts else lefts(report.rank)
         for report in outcome.ranks
     }
-    return _stuck(silent, everyone)
+    gave_up = [rank for rank, verdict in verdicts.items() if judge.peer_lost(verdict)]
+    return _stuck(silent, everyone, gave_up)
 
 
 def accounts(
@@ -121,6 +122,8 @@ def _end_of(report: RankReport, verdict: RankVerdict | None) -> str:
         return report.error or report.end.value
     if verdict.status is RankStatus.DONE:
         return "sent its verdict"
+    if judge.peer_late(verdict):
+        return "gave up waiting for another rank"
     if judge.peer_lost(verdict):
         return "lost its connection to another rank"
     said = (verdict.detail or "").strip().rpartition("\n")[2]
@@ -208,19 +211,25 @@ def _world_of(call: Collective) -> int:
 # --- ranks that do not get on -----------------------------------------------------------------------------------------
 
 
-def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Divergence:
+def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left], gave_up: Sequence[int]) -> Divergence:
     world = len(everyone)
+    done = sorted(everyone.keys() - {report.rank for report in silent})
+    if (unmet := _unmet(silent, done, everyone)) is not None:
+        return unmet
     suspects = _suspects(silent, everyone)
     report = suspects[0]
     left = everyone[report.rank]
     named = len(suspects) < len(silent) or len(silent) == 1
     waiting = [rank for rank in (other.rank for other in silent) if rank not in {one.rank for one in suspects}]
-    who = f"rank {report.rank}" if named else sequence.ranks_text([one.rank for one in suspects])
+    who = sequence.ranks_text([one.rank for one in suspects])
     did = "finished the scenario but sent no verdict" if left.finished else "did not get on"
-    text = f"{who} {did}: {_why(report)}"
+    of_whom = f"rank {report.rank}: " if named and len(suspects) > 1 else ""
+    text = f"{who} {did}: {of_whom}{_why(report, gave_up)}"
     missed = _missed(report.rank, everyone, world)
     if missed and waiting:
-        text += f"; {sequence.ranks_text(waiting)} wait for its {missed}"
+        wait = "waits" if len(waiting) == 1 else "wait"
+        whose = "their" if len(suspects) > 1 else "its"
+        text += f"; {sequence.ranks_text(waiting)} {wait} for {whose} {missed}"
     elif not named and left.collectives:
         number, call = sequence.ordinal(len(left.collectives)), left.collectives[-1]
         text += f"; all of them called their {number} collective, {sequence.name(call, world)}"
@@ -235,7 +244,35 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Diverg
     )
 
 
-def _why(report: RankReport) -> str:
+def _unmet(silent: Sequence[RankReport], done: Sequence[int], everyone: Mapping[int, Left]) -> Divergence | None:
+    """Where some ranks came to the end and the others all wait in a collective that these did not call (one that is
+    not in the logs): the fewer are wrong, of as many nobody can tell which."""
+    stacks = [Stack.of(report.stacks) for report in silent]
+    waiting = all(
+        report.end in _STUCK and stack and stack.in_collective for report, stack in zip(silent, stacks, strict=True)
+    )
+    if not done or not waiting or len(done) > len(silent) or not all(everyone[rank].finished for rank in done):
+        return None
+    ranks = [report.rank for report in silent]
+    left = everyone[ranks[0]]
+    wait = "waits" if len(ranks) == 1 else "wait"
+    return Divergence(
+        property=Property.PROGRESS,
+        step=left.step,
+        stage=left.stage,
+        rank=done[0] if len(done) < len(silent) else None,
+        message=f"{sequence.ranks_text(done)} finished the scenario while {sequence.ranks_text(ranks)} {wait} in a "
+        f"collective for which nobody comes{_at(stacks[0])}",
+    )
+
+
+def _at(stack: Stack | None) -> str:
+    return "" if stack is None or stack.subject_frame is None else f" ({stack.subject_frame})"
+
+
+def _why(report: RankReport, gave_up: Sequence[int]) -> str:
+    if report.end is RankEnd.ABANDONED and gave_up:
+        return f"it was still running when {sequence.ranks_text(gave_up)} gave up waiting or lost another rank"
     if report.end is RankEnd.TIMED_OUT:
         closed = f"{report.error}; " if report.error and "connection" in report.error else ""
         return f"{closed}it was still running when its time was up (--timeout gives more)"

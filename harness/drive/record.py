@@ -55,6 +55,7 @@ class Record:
         self._driven = False
         trail.begin()
         context.collectives.mirror = self._called
+        context.collectives.unrecorded = trail.move
 
     def enter(self, step: int | None, stage: Stage) -> None:
         """From here on everything belongs to this step and stage."""

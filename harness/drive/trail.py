@@ -27,6 +27,10 @@ class _Call(Struct, frozen=True, tag="call", array_like=True):
     collective: Collective
 
 
+class _Moved(Struct, frozen=True, tag="moved", array_like=True):
+    pass
+
+
 class _Hit(Struct, frozen=True, tag="hit", array_like=True):
     fault: int
 
@@ -40,7 +44,7 @@ class _Finished(Struct, frozen=True, tag="finished", array_like=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Mark | _Call | _Hit | _Driven | _Finished).decode
+_decode = msgspec.json.Decoder(_Mark | _Call | _Moved | _Hit | _Driven | _Finished).decode
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ class Trail:
     def call(self, collective: Collective) -> None:
         """The rank is about to call a collective."""
         self._append(_encode(_Call(collective)))
+
+    def move(self) -> None:
+        """The rank gets on in what is not told: a collective that is not compared."""
+        self._append(_encode(_Moved()))
 
     def hit(self, fault: int) -> None:
         """A fault of the scenario, by its index, is about to strike the rank."""

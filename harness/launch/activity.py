@@ -30,13 +30,15 @@ class Reading:
 
     Attributes:
         activity: By the states of all threads.
-        cpu_s: The processor time they have used, also that of descendants that were reaped.
+        cpu_s: The processor time that the process itself has used.
         descendants: Their process numbers.
+        descendants_cpu_s: The processor time that they have used, also those that were reaped.
     """
 
     activity: Activity
     cpu_s: float
     descendants: frozenset[int] = frozenset()
+    descendants_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class _Stat:
     state: str
     parent: int
     cpu_s: float
+    reaped_cpu_s: float
 
 
 def read(pids: Iterable[int]) -> dict[int, Reading]:
@@ -61,8 +64,10 @@ def read(pids: Iterable[int]) -> dict[int, Reading]:
             continue
         family = _with_descendants(pid, children)
         states = own.union(*(_thread_states(member) for member in family[1:]))
-        cpu_s = sum(processes[member].cpu_s for member in family if member in processes)
-        readings[pid] = Reading(_activity(own, states), cpu_s, frozenset(family[1:]))
+        known = [processes[member] for member in family if member in processes]
+        cpu_s = processes[pid].cpu_s if pid in processes else 0.0
+        others_s = sum(stat.cpu_s + stat.reaped_cpu_s for stat in known) - cpu_s
+        readings[pid] = Reading(_activity(own, states), cpu_s, frozenset(family[1:]), others_s)
     return readings
 
 
@@ -130,4 +135,5 @@ def _stat(path: Path) -> _Stat | None:
     except OSError:
         return None
     fields = text[text.rfind(b")") + 2 :].split()  # The name before may hold anything, also brackets.
-    return _Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_S)
+    own_s, reaped_s = (sum(map(int, pair)) / _TICKS_PER_S for pair in (fields[11:13], fields[13:15]))
+    return _Stat(fields[0].decode(), int(fields[1]), own_s, reaped_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -102,6 +103,7 @@ class ZygoteLink:
             serving: False for one that is still importing: it has no ranks, would not look up, and is killed.
         """
         self.abandon()
+        self._process.send_signal(signal.SIGCONT)  # A subject can stop its parent.
         if not serving:
             self._process.kill()
         try:

@@ -119,6 +119,8 @@ class CollectiveLog:
     ``intercept``, until the next :meth:`begin`, is called in place of each outermost call through a group of this rank,
     before it is recorded; the caller gets what it returns.
 
+    ``unrecorded`` is called before each call that is not recorded, so that also those show that the rank gets on.
+
     Only the outermost call is recorded (``all_gather_object`` calls ``all_gather``), when it is made, also if it then
     raises. Calls through a group that this rank is not in do nothing and are not recorded.
     """
@@ -127,6 +129,7 @@ class CollectiveLog:
         self.entries: list[LoggedCollective] = []
         self.label: object = None
         self.mirror: Callable[[LoggedCollective, object], None] | None = None
+        self.unrecorded: Callable[[], None] | None = None
         self.intercept: Callable[[PendingCollective], Any] | None = None
 
     def begin(self) -> None:
@@ -216,6 +219,8 @@ def _tapped(
     @functools.wraps(original)
     def tapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
         if _per_thread.inside:
+            if log.unrecorded is not None:
+                log.unrecorded()
             return original(*args, **kwargs)
         if log.intercept is None:
             return recorded(*args, **kwargs)

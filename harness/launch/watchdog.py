@@ -25,6 +25,8 @@ _LOOK_AFTER_S = 0.5
 _SAMPLE_S = 2.0
 _SAMPLES_PER_LIMIT = 4
 _MAX_PROCESSES = 100
+# What a process uses that a rank has started, a compiler, say, shows no stacks: it may take so many times longer.
+_PATIENCE_WITH_PROCESSES = 4
 _FRAME = re.compile(r'^  File "(.*)", line (?:\d+|\?\?\?) in (.*)$', re.MULTILINE)
 
 
@@ -84,6 +86,7 @@ class Silence:
         """A rank got on: everything is counted from here."""
         self.quiet_s = self._blocked_s = 0.0
         self._used_s: dict[int, float] = {}
+        self._spent_s: dict[int, float] = {}  # the same, with all that other processes used
         self._seen: dict[int, Counter[Activity]] = {}
         self._previous: Mapping[int, Reading] = {}
 
@@ -103,9 +106,12 @@ class Silence:
         for rank in readings.keys() & previous.keys():
             # A descendant that was reaped by somebody else takes its time out of the sum. Of many that compute at once
             # one counts: or the time would be up before their stacks were looked at.
-            used_s = min(step_s, max(0.0, readings[rank].cpu_s - previous[rank].cpu_s))
-            self._used_s[rank] = self._used_s.get(rank, 0.0) + used_s
-            busiest_s = max(busiest_s, used_s)
+            now, before = readings[rank], previous[rank]
+            own_s = min(step_s, max(0.0, now.cpu_s - before.cpu_s))
+            others_s = min(step_s - own_s, max(0.0, now.descendants_cpu_s - before.descendants_cpu_s))
+            self._used_s[rank] = self._used_s.get(rank, 0.0) + own_s + others_s / _PATIENCE_WITH_PROCESSES
+            self._spent_s[rank] = self._spent_s.get(rank, 0.0) + own_s + others_s
+            busiest_s = max(busiest_s, own_s + others_s)
         waiting = all(reading.activity in (Activity.BLOCKED, Activity.STOPPED) for reading in readings.values())
         if previous and readings and waiting:
             # Whoever waits by looking again and again uses a little time, and must not be taken for one that computes.
@@ -113,7 +119,7 @@ class Silence:
         if self._blocked_s >= self._blocked_limit_s:
             return Stall(None, self._blocked_s)
         rank, most_s = max(self._used_s.items(), key=lambda item: item[1], default=(-1, 0.0))
-        return Stall(rank, most_s) if most_s >= self._computing_limit_s else None
+        return Stall(rank, self._spent_s[rank]) if most_s >= self._computing_limit_s else None
 
     def doing(self, rank: int) -> Activity | None:
         """What a rank did most of the time since any got on (at one moment also one that waits may be running)."""

@@ -6,6 +6,7 @@ No torch: this runs in the process that waits on the ranks.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +18,8 @@ from harness.oracles import sequence
 from harness.oracles.sequence import ranks_text
 from harness.verdict import Divergence, Property, RankStatus, RankVerdict, Stage
 
-# What a rank says whose peer has gone: it did nothing wrong itself.
-_PEER_LOST = (
+# What a rank says whose peer has gone, or did not come: it did nothing wrong itself.
+_PEER_GONE = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -26,6 +27,13 @@ _PEER_LOST = (
     "remote process exited",
     "caused pair closure",
 )
+_PEER_LATE = ("timed out waiting", "failed to pass monitoredbarrier", "wait timeout", "socket timeout")
+# Nothing of this is what a backend raises: the subject has connections of its own, to a server of metrics, say.
+_NO_BACKEND = re.compile(
+    r"(?:^|raised )(?:[\w.]+\.)?(?:Connection\w*Error|BrokenPipeError|TimeoutError|OSError)\b", re.M
+)
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]*)", line \d+, in .*\n(?P<source> {4}.*\n)?', re.M)
+_CHAINED = re.compile(r"\n\n(?:The above exception was the direct|During handling of the above)[^\n]*\n\n")
 
 
 @dataclass(frozen=True)
@@ -127,13 +135,29 @@ def _split_status(verdicts: Sequence[RankVerdict]) -> list[Divergence]:
 
 
 def peer_lost(verdict: RankVerdict) -> bool:
-    """Whether all that went wrong on a rank is that another one was no longer there."""
-    if verdict.status is not RankStatus.RAISED or verdict.divergence is None:
+    """Whether all that went wrong on a rank is that another one was no longer there, or did not come in time."""
+    return _backend_says(verdict, _PEER_GONE + _PEER_LATE)
+
+
+def peer_late(verdict: RankVerdict) -> bool:
+    """Whether it is that another one did not come in time, by a time-out of the subject's own."""
+    return _backend_says(verdict, _PEER_LATE)
+
+
+def _backend_says(verdict: RankVerdict, phrases: Sequence[str]) -> bool:
+    """Whether what a rank raised, or an exception behind it, is the backend's and holds one of these phrases."""
+    found = verdict.divergence
+    if verdict.status is not RankStatus.RAISED or found is None or found.property is not Property.PROGRESS:
         return False
-    if verdict.divergence.property is not Property.PROGRESS:
-        return False
-    said = f"{verdict.divergence.message}\n{verdict.detail or ''}".lower()
-    return any(phrase in said for phrase in _PEER_LOST)
+    for error in _CHAINED.split(verdict.detail or found.message):
+        *_, last = [None, *_FRAME.finditer(error)]
+        said = error if last is None else error[last.end() :]
+        raised_there = last is not None and (last["source"] or "").lstrip().startswith("raise ")
+        if _NO_BACKEND.search(said) or (last is not None and raised_there and "/torch/" not in last["file"]):
+            continue
+        if any(phrase in said.lower() for phrase in phrases):
+            return True
+    return False
 
 
 # --- the same value on every rank -------------------------------------------------------------------------------------

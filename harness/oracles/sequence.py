@@ -18,6 +18,9 @@ POINT_TO_POINT = frozenset({"send", "recv", "send_object_list", "recv_object_lis
 # What one rank contributes to these may rightly be longer than what another does.
 UNEVEN = frozenset({"all_to_all"})
 
+# What happened once is no habit: a first step may well differ (a barrier, a buffer that is made) from all that follow.
+_HABIT_STEPS = 2
+
 LEAVE = "destroy_process_group"
 """What the log calls a rank's leaving a group: no collective, but what the others wait for in vain."""
 
@@ -214,20 +217,24 @@ class _Comparison:
                 return False  # beyond the last step
 
     def _follows_habit(self, rank: int) -> bool | None:
-        """Whether a rank calls here what ranks call in that stage of other steps; None: there are no such steps."""
+        """Whether a rank calls here what ranks call in that stage of other steps; None: those do not tell."""
         places = {(call.step, call.stage) for call in self.here.values() if call is not None}
         step, stage = min(places, key=lambda place: _when(Collective("", "", 0, (), *place)))
-        habits: Counter[tuple[_Key, ...]] = Counter()
+        habits: dict[tuple[_Key, ...], set[int | None]] = defaultdict(set)
         for own in self.calls.values():
             by_step: dict[int | None, list[_Key]] = defaultdict(list)
             for call in own:
                 if call.stage == stage:
                     by_step[call.step].append(_key(call))
             last = own[-1].step if own else None
-            habits.update(tuple(keys) for at, keys in by_step.items() if at != step and at != last)
-        if not habits:
+            for at, keys in by_step.items():
+                if at not in (step, last):
+                    habits[tuple(keys)].add(at)
+        if len(habits) != 1:
             return None
-        usual = habits.most_common(1)[0][0]
+        ((usual, others),) = habits.items()
+        if len(others) < _HABIT_STEPS:
+            return None
         mine = tuple(_key(call) for call in self.calls[rank] if (call.step, call.stage) == (step, stage))
         ended = any(_when(call) > _when(Collective("", "", 0, (), step, stage)) for call in self.calls[rank])
         return mine == usual if ended or self.here[rank] is None else mine == usual[: len(mine)]

@@ -372,6 +372,16 @@ def test_two_pools_do_not_disturb_each_other(pool: RankPool) -> None:
     assert pids(pool, 2) == mine
 
 
+def test_a_zygote_that_a_subject_has_stopped_still_cleans_up() -> None:
+    """It ends by itself, and is not killed in the end with its work undone."""
+    with RankPool("tests.ranks.handlers:simple") as started:
+        started.run(1, order("echo"), timeout_s=LONG_S)
+        zygote = started._zygote
+        os.kill(zygote.pid, signal.SIGSTOP)
+
+    assert zygote._process.returncode == 0
+
+
 def test_close_leaves_nothing_behind() -> None:
     """After close() no process and no directory is left; it may be called again, a task may not be run."""
     pool = RankPool(HANDLER, env={"MY_SETTING": "17"})

@@ -127,6 +127,62 @@ def test_where_all_wait_in_the_same_collective_nobody_is_named() -> None:
     assert "all of them called their 1st collective, reduce_scatter fp32[96]" in found.message
 
 
+def test_two_that_do_not_get_on_are_both_told() -> None:
+    lefts = {rank: Left(0, Stage.NORM, (REDUCE,)) for rank in (0, 1)}
+    lefts[2] = Left(0, Stage.NORM, (REDUCE, NORM))
+
+    found = caused(stuck(0, stacks=IN_SLEEP), stuck(1, stacks=IN_SLEEP), stuck(2), lefts=lefts)
+
+    assert found.rank == 0
+    assert found.message == (
+        f"ranks 0, 1 did not get on: rank 0: it {BLOCKED_ERROR}; "
+        "rank 2 waits for their 2nd collective, all_reduce fp32[1] (--stall gives more time)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("waiting", "named", "message"),
+    [
+        ([0], None, "rank 1 finished the scenario while rank 0 waits in a collective for which nobody comes"),
+        ([0, 2], 1, "rank 1 finished the scenario while ranks 0, 2 wait in a collective for which nobody comes"),
+        ([2], 2, f"rank 2 did not get on: it {BLOCKED_ERROR} (--stall gives more time)"),
+    ],
+)
+def test_of_ranks_that_wait_and_ranks_that_finished_the_fewer_are_wrong(
+    waiting: list[int], named: int | None, message: str
+) -> None:
+    """In a collective that is not in the logs, as in ``full_master``."""
+    world = 2 if waiting == [0] else 3
+    done = [rank for rank in range(world) if rank not in waiting]
+    verdicts = {rank: RankVerdict(rank=rank, status=RankStatus.DONE, collectives=(REDUCE,)) for rank in done}
+
+    found = caused(
+        *(stuck(rank) if rank in waiting else sent(rank) for rank in range(world)),
+        lefts=dict.fromkeys(waiting, Left(0, Stage.GATHER, (REDUCE,))),
+        verdicts=verdicts,
+    )
+
+    assert found.rank == named
+    assert found.message.startswith(message)
+
+
+def test_a_rank_that_others_gave_up_waiting_for_is_named() -> None:
+    """By a time-out of the subject's own, before the watchdog's."""
+    late = Divergence(
+        property=Property.PROGRESS, stage=Stage.NORM, step=0, rank=0, message="Timed out waiting 1000ms for recv"
+    )
+    verdicts = {0: RankVerdict(rank=0, status=RankStatus.RAISED, divergence=late, collectives=(REDUCE, NORM))}
+    reports = [
+        RankReport(0, RankEnd.BROKEN, b"", (), None, "", None),
+        RankReport(1, RankEnd.ABANDONED, None, (), "ended by the harness: rank 0 had failed", "", IN_SLEEP),
+    ]
+
+    found = caused(*reports, found=late, verdicts=verdicts, lefts={1: Left(0, Stage.REDUCE, (REDUCE,))}, first_failed=0)
+
+    assert found.rank == 1
+    assert found.message.startswith("rank 1 did not get on: it was still running when rank 0 gave up waiting")
+
+
 def test_who_only_lost_a_peer_is_not_named_while_another_has_not_ended() -> None:
     """A rank that closed its connections and goes on: the others raise, it is ended after the time of grace."""
     lost = Divergence(property=Property.PROGRESS, stage=Stage.NORM, step=0, rank=0, message="Connection closed by peer")

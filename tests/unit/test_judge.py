@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from harness.oracles import judge
 from harness.oracles.judge import Judgement, merge
 from harness.verdict import (
     Collective,
@@ -411,3 +412,51 @@ def test_judging_imports_no_torch() -> None:
     code = "import sys, harness.oracles.judge; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+OWN_FRAME = '  File "/home/u/my_zero.py", line 7, in collect\n    {source}\n'
+TORCH_FRAME = (
+    '  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3, in f\n    {source}\n'
+)
+LOST = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1234\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize(
+    ("detail", "lost", "late"),
+    [
+        (TORCH_FRAME.format(source="work.wait()") + LOST, True, False),
+        (OWN_FRAME.format(source="group.allreduce([t]).wait()") + LOST, True, False),
+        (TORCH_FRAME.format(source="raise RuntimeError(text)") + LOST, True, False),
+        (TORCH_FRAME.format(source="work.wait()") + "RuntimeError: Timed out waiting 1000ms for recv\n", True, True),
+        (
+            OWN_FRAME.format(source="dist.monitored_barrier()")
+            + "RuntimeError: Rank 2 failed to pass monitoredBarrier in 1000 ms\n",
+            True,
+            True,
+        ),
+        # Wrapped by the class: the backend's is behind it.
+        (
+            TORCH_FRAME.format(source="work.wait()")
+            + LOST
+            + CAUSE
+            + OWN_FRAME.format(source="raise ValueError(a) from e")
+            + "ValueError: reduction failed\n",
+            True,
+            False,
+        ),
+        # Of a connection of the class's own.
+        (
+            OWN_FRAME.format(source="socket.connect(a)") + "ConnectionRefusedError: [Errno 111] Connection refused\n",
+            False,
+            False,
+        ),
+        (OWN_FRAME.format(source="raise RuntimeError(text)") + LOST, False, False),
+        (OWN_FRAME.format(source="file.write(b)  # broken pipe") + "ValueError: I/O on closed file\n", False, False),
+    ],
+)
+def test_a_lost_peer_is_told_from_a_connection_of_the_subjects_own(detail: str, lost: bool, late: bool) -> None:
+    found = Divergence(property=Property.PROGRESS, stage=Stage.COLLECT, step=0, rank=0, message="Zero.collect raised")
+    said = RankVerdict(rank=0, status=RankStatus.RAISED, divergence=found, detail=f"Traceback ...\n{detail}")
+
+    assert (judge.peer_lost(said), judge.peer_late(said)) == (lost, late)

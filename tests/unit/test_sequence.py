@@ -117,14 +117,32 @@ def test_a_log_that_ends_early_is_no_difference() -> None:
 
 @pytest.mark.parametrize("deviant", [0, 1])
 def test_of_two_ranks_the_one_that_leaves_the_habit_of_earlier_steps_is_named(deviant: int) -> None:
-    logs = [usual(0, 2) + usual(1, 2) + usual(2, 2) for _ in range(2)]
-    logs[deviant] = usual(0, 2) + step(1, [LONG, LONG], [NORM], [GATHER] * 2, 2) + usual(2, 2)
+    logs = [usual(0, 2) + usual(1, 2) + usual(2, 2) + usual(3, 2) for _ in range(2)]
+    logs[deviant] = usual(0, 2) + usual(1, 2) + step(2, [LONG, LONG], [NORM], [GATHER] * 2, 2) + usual(3, 2)
 
     difference = found(*logs)
 
     assert difference is not None
-    assert (difference.rank, difference.step, difference.stage) == (deviant, 1, Stage.REDUCE)
+    assert (difference.rank, difference.step, difference.stage) == (deviant, 2, Stage.REDUCE)
     assert "skipped that collective and went on to stage norm" in difference.message
+
+
+@pytest.mark.parametrize("deviant", [0, 1])
+@pytest.mark.parametrize("num_before", [1, 3])
+def test_of_two_ranks_nobody_is_named_where_steps_differ_anyway_or_there_was_but_one(
+    deviant: int, num_before: int
+) -> None:
+    """A first step may rightly have more collectives than all that follow: who repeats that is wrong, not the other."""
+    first = [call for at in range(num_before - 1) for call in usual(at, 2)]
+    at = num_before - 1
+    fuller = step(at, [LONG, LONG], [NORM], [GATHER] * 2, 2)
+    logs = [first + fuller + usual(at + 1, 2) + usual(at + 2, 2) for _ in range(2)]
+    logs[deviant] = first + fuller + step(at + 1, [LONG, LONG], [NORM], [GATHER] * 2, 2) + usual(at + 2, 2)
+
+    difference = found(*logs)
+
+    assert difference is not None
+    assert (difference.rank, difference.step) == (None, at + 1)
 
 
 def test_of_two_ranks_in_their_first_step_neither_is_named() -> None:

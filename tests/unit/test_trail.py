@@ -40,6 +40,17 @@ def test_the_last_stage_and_all_calls_are_read_back(tmp_path: Path) -> None:
     assert read(tmp_path, 2, 1) == Left(3, Stage.GATHER, (DIGEST, REDUCE, GATHER))
 
 
+def test_a_call_that_is_not_told_shows_that_the_rank_gets_on_and_nothing_else(tmp_path: Path) -> None:
+    trail = Trail(tmp_path, 2, 1)
+    write_all(trail)
+    before, left = position(tmp_path, 2, 1), read(tmp_path, 2, 1)
+
+    trail.move()
+
+    assert position(tmp_path, 2, 1) > before
+    assert read(tmp_path, 2, 1) == left
+
+
 def test_every_entry_can_be_read_at_once(tmp_path: Path) -> None:
     """A rank that is killed in a stage or in a call has written it before: nothing waits in a buffer."""
     trail = Trail(tmp_path, 1, 0)
