@@ -2,7 +2,7 @@
 
 The class misbehaves by itself (``tests/subjects/failing.py``); the harness's own fault injection has no part in this.
 With ``pytest -s`` the verdicts and their seconds are printed as a table at the end. A hang takes the harness from 5 to
-10 seconds to tell: the middle rank of those is only tried with ``FULL_TABLE=1`` in the environment.
+8 seconds to tell: the middle rank of those is only tried with ``FULL_TABLE=1`` in the environment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCENARIO = Scenario(
     optimizer=AdamW(),
     operations=(Build(18), Part(False, (0, 1, 2), ((), (), ())), Clip(100.0), Step()),
 )
-# A hang is told after 5 s of waiting or 8 s of processor time, which a busy machine may take many times longer to give.
+# A hang is told after 5 s of waiting or 6 s of processor time, which a busy machine may take many times longer to give.
 BOUND_S = 300.0
 
 
@@ -73,7 +73,8 @@ def _differs(
 
 _AFTER_FIRST = ", after it had called its 1st collective, reduce_scatter fp32[18]"
 _WAIT_FOR_SECOND = "; ranks {others} wait for its 2nd collective, reduce_scatter fp32[18]"
-_WAITED = "this one waited without using the processor"
+_STOPPED = "it was stopped by SIGSTOP or a debugger"
+_WAITED = "it waited without using the processor"
 _COMPUTED = "of processor time without getting on"
 _FINISHED = "rank {at} finished the scenario but sent no verdict: "
 _SWAPPED = "rank {at} handed over bucket 1 where bucket 0 was due, unlike ranks {others}"
@@ -90,7 +91,7 @@ ENDS = (
     _ended("close-descriptors", "rank {at} sent no verdict: signal 6 (SIGABRT)"),
 )
 HANGS = (
-    _hung("stop", Stage.REDUCE, f"this one was stopped by a signal (SIGSTOP or a debugger){_WAIT_FOR_SECOND}"),
+    _hung("stop", Stage.REDUCE, _STOPPED),
     _hung("loop", Stage.REDUCE, _COMPUTED),
     _hung("loop-in-c", Stage.REDUCE, _COMPUTED),
     _ended("hang-up", "rank {at} did not get on: closed its connection to the harness, but did not end"),
@@ -100,10 +101,10 @@ HANGS = (
     _hung("call-alone-recv", Stage.REDUCE, f"; ranks {{others}} wait for its 4th collective, {_AR}"),
 )
 NEVER_SENT = (
-    _late("sleep", f"{_FINISHED}no rank got on for ", slow=True),
-    _late("loop", f"{_FINISHED}used ", slow=True),
-    _late("loop-in-c", f"{_FINISHED}used ", slow=True),
-    _late("stop", f"{_FINISHED}no rank got on for ", slow=True),
+    _late("sleep", f"{_FINISHED}{_WAITED}", slow=True),
+    _late("loop", f"{_FINISHED}it used ", slow=True),
+    _late("loop-in-c", f"{_FINISHED}it used ", slow=True),
+    _late("stop", f"{_FINISHED}{_STOPPED}", slow=True),
     _late("exit-0", "rank {at} sent no verdict: exit code 0, after the last stage"),
     _late("exit-3", "rank {at} sent no verdict: exit code 3, after the last stage"),
     _late("kill", "rank {at} sent no verdict: signal 9 (SIGKILL), after the last stage"),
@@ -238,7 +239,7 @@ def test_the_rank_that_fails_is_named(row: Row, at: int, pool: RankPool, right: 
     ("how", "wanted", "said"),
     [
         ("exit-0", "progress", "exit code 0"),
-        ("stop", "progress", "stopped by a signal"),
+        ("stop", "progress", "stopped by SIGSTOP"),
         ("skip-last-reduce-scatter", "traffic", "skipped that collective"),
     ],
 )
