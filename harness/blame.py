@@ -237,8 +237,9 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> Diverg
 
 def _why(report: RankReport) -> str:
     if report.end is RankEnd.TIMED_OUT:
-        closed = f"{report.error}; " if report.error and "connection" in report.error else ""
-        return f"{closed}it was still running when its time was up (--timeout gives more)"
+        if report.error and "connection" in report.error:
+            return f"it {report.error}"  # and was given up for that, with time left
+        return "it was still running when its time was up (--timeout gives more)"
     if report.end is RankEnd.STALLED:
         return f"it {report.error}"
     return report.error or report.end.value

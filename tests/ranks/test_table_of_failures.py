@@ -94,7 +94,7 @@ HANGS = (
     _hung("stop", Stage.REDUCE, _STOPPED),
     _hung("loop", Stage.REDUCE, _COMPUTED),
     _hung("loop-in-c", Stage.REDUCE, _COMPUTED),
-    _ended("hang-up", "rank {at} did not get on: closed its connection to the harness, but did not end"),
+    _ended("hang-up", "rank {at} did not get on: it closed its connection to the harness, but did not end"),
     _hung("never-call-reduce-scatter", Stage.REDUCE, _WAIT_FOR_SECOND),
     _hung("never-call-all-reduce", Stage.NORM, f"; ranks {{others}} wait for its 5th collective, {_AR}"),
     _hung("never-call-all-gather", Stage.GATHER, f"; ranks {{others}} wait for its 7th collective, {_AG}"),
@@ -110,7 +110,7 @@ NEVER_SENT = (
     _late("kill", "rank {at} sent no verdict: signal 9 (SIGKILL), after the last stage"),
     # Which of gloo's threads and the rank's own notices first is chance: SIGABRT, or the rank's exit.
     _late("close-descriptors", ", after the last stage"),
-    _late("hang-up", f"{_FINISHED}closed its connection to the harness, but did not end"),
+    _late("hang-up", f"{_FINISHED}it closed its connection to the harness, but did not end"),
     _hung("trap-in-timer", Stage.GATHER, _WAITED),
     _hung("trap-in-thread", Stage.GATHER, _COMPUTED),
 )
