@@ -274,8 +274,9 @@ def _why(report: RankReport, gave_up: Sequence[int]) -> str:
     if report.end is RankEnd.ABANDONED and gave_up:
         return f"it was still running when {sequence.ranks_text(gave_up)} gave up waiting or lost another rank"
     if report.end is RankEnd.TIMED_OUT:
-        closed = f"{report.error}; " if report.error and "connection" in report.error else ""
-        return f"{closed}it was still running when its time was up (--timeout gives more)"
+        if report.error and "connection" in report.error:
+            return f"it {report.error}"  # and was given up for that, with time left
+        return "it was still running when its time was up (--timeout gives more)"
     if report.end is RankEnd.STALLED:
         return f"it {report.error}"
     return report.error or report.end.value

@@ -121,7 +121,10 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
 
 class Collective(Struct, frozen=True, array_like=True):
-    """One logged collective: what was called, on what, in which group (names the group's ranks), during which stage."""
+    """One logged collective: what was called, on what, in which group (names the group's ranks), during which stage.
+
+    ``reduction`` is empty for sums and for what combines nothing.
+    """
 
     kind: str
     dtype: str
@@ -129,6 +132,7 @@ class Collective(Struct, frozen=True, array_like=True):
     group: tuple[int, ...]
     step: int | None = None
     stage: str | None = None
+    reduction: str = ""
 
 
 class NormObservation(Struct, frozen=True, array_like=True):

@@ -64,7 +64,9 @@ class Record:
 
     def _called(self, call: LoggedCollective, contribution: object) -> None:
         dtype = _SHORT_DTYPES.get(call.dtype, call.dtype)
-        collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value)
+        collective = Collective(
+            call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value, call.reduction
+        )
         self._collectives.append(collective)
         self._trail.call(collective)
         if self.inspection is not None:

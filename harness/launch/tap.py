@@ -59,6 +59,9 @@ _FUNCTIONS: dict[str, tuple[str, str | None]] = {
 _GROUP_PARAMETERS = {"new_group": "ranks", "split_group": "parent_pg"}
 
 
+_REDUCTIONS = ("AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+
 class LoggedCollective(NamedTuple):
     """One call.
 
@@ -70,6 +73,7 @@ class LoggedCollective(NamedTuple):
             all-gather, the tensor of anything else; 0 where there is no tensor.
         group_ranks: The global ranks of the group, in its order.
         label: What :meth:`CollectiveLog.mark` had been given.
+        reduction: How a reducing collective combines, as ``"MAX"``; empty for sums and for what combines nothing.
     """
 
     kind: str
@@ -77,6 +81,7 @@ class LoggedCollective(NamedTuple):
     length: int
     group_ranks: tuple[int, ...]
     label: object
+    reduction: str = ""
 
 
 class PendingCollective:
@@ -197,6 +202,7 @@ def _tapped(
     tensor_name = contribution or ""
     tensor_index = parameters.index(contribution) if contribution is not None else 0
     find_ranks = _listed_ranks if name == "new_group" else _ranks_of_group
+    op_index = parameters.index("op") if "op" in parameters else None
 
     def recorded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
         ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
@@ -206,7 +212,10 @@ def _tapped(
             if tensor_name:
                 tensors = args[tensor_index] if len(args) > tensor_index else kwargs.get(tensor_name)
                 dtype, length = _measure(tensors)
-            entry = LoggedCollective(kind, dtype, length, ranks, log.label)
+            reduction = ""
+            if op_index is not None:
+                reduction = _reduction(args[op_index] if len(args) > op_index else kwargs.get("op"))
+            entry = LoggedCollective(kind, dtype, length, ranks, log.label, reduction)
             log.entries.append(entry)
             if log.mirror is not None:
                 log.mirror(entry, tensors)
@@ -248,6 +257,13 @@ def _measure(tensors: object) -> tuple[str, int]:
         measured = [_measure(tensor) for tensor in tensors]
         return (measured[0][0] if measured else ""), sum(length for _, length in measured)
     return "", 0
+
+
+def _reduction(op: object) -> str:
+    """The name of a reduce operation; empty for the sum, which is the default, and for what is none (torch raises)."""
+    if op is None or op == dist.ReduceOp.SUM:
+        return ""
+    return next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), "")
 
 
 def _ranks_of_group(group: object) -> tuple[int, ...] | None:

@@ -64,13 +64,15 @@ def differences(logs: Sequence[Log], implied: Implied | None = None) -> tuple[li
 
 
 def name(call: Collective, world: int) -> str:
-    """``all_gather bf16[48]``, with the ranks of its group where these are not all."""
+    """``all_gather bf16[48]``, with what is no sum, and with the ranks of its group where these are not all."""
     if call.kind == LEAVE:
         text = f"{LEAVE}()"
     elif call.dtype:
         text = f"{call.kind} {call.dtype}[{call.length}]"
     else:
         text = call.kind
+    if call.reduction:
+        text = f"{text} with {call.reduction}"
     return text if call.group == tuple(range(world)) else f"{text} among {ranks_text(call.group)}"
 
 
@@ -86,12 +88,12 @@ def ordinal(number: int) -> str:
     return f"{number}" + {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
-_Key = tuple[str, str, int, tuple[int, ...]]
+_Key = tuple[str, str, int, tuple[int, ...], str]
 
 
 def _key(call: Collective) -> _Key:
     uneven = call.kind in UNEVEN
-    return call.kind, "" if uneven else call.dtype, 0 if uneven else call.length, call.group
+    return call.kind, "" if uneven else call.dtype, 0 if uneven else call.length, call.group, call.reduction
 
 
 def _first_difference(
@@ -195,7 +197,7 @@ class _Comparison:
         if wanted is None:
             return None
         number = len([one for one in calls[: self.position] if _when(one) == _when(call)])
-        return number < len(wanted) and wanted[number] == (call.kind, call.dtype, call.length)
+        return number < len(wanted) and wanted[number] == (call.kind, call.dtype, call.length) and not call.reduction
 
     def _passed_over(self, before: Collective | None, call: Collective | None) -> bool:
         """Whether a stage lies between two calls of a rank, or after its last, in which it should have called."""

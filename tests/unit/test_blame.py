@@ -117,6 +117,17 @@ def test_a_rank_that_finished_and_says_nothing_is_named_as_such() -> None:
     assert found.message.startswith("rank 1 finished the scenario but sent no verdict")
 
 
+def test_a_rank_that_hung_up_is_not_said_to_need_more_time() -> None:
+    said = "closed its connection to the harness, but did not end"
+    silent = RankReport(1, RankEnd.TIMED_OUT, None, (), said, "", IN_SLEEP)
+    verdicts = {0: RankVerdict(rank=0, status=RankStatus.DONE), 2: RankVerdict(rank=2, status=RankStatus.DONE)}
+
+    found = caused(sent(0), silent, sent(2), lefts={1: Left(finished=True)}, verdicts=verdicts, first_failed=1)
+
+    assert found.rank == 1
+    assert found.message == f"rank 1 finished the scenario but sent no verdict: it {said}"
+
+
 def test_where_all_wait_in_the_same_collective_nobody_is_named() -> None:
     lefts = dict.fromkeys(range(WORLD), Left(0, Stage.REDUCE, (REDUCE,)))
 

@@ -94,6 +94,29 @@ def test_a_world_that_hangs_at_another_call_has_only_the_call_to_tell(deviant: i
     )
 
 
+@pytest.mark.parametrize("deviant", range(WORLD))
+def test_a_rank_that_reduces_otherwise_is_named(deviant: int) -> None:
+    """Equal in kind, dtype and length: the backend notices nothing, and the values are wrong on other ranks."""
+    logs = [usual(0) for _ in range(WORLD)]
+    logs[deviant][1] = Collective(*LONG, (0, 1, 2), 0, "reduce", "MAX")
+
+    difference = found(*logs)
+
+    assert difference is not None
+    assert (difference.rank, difference.stage) == (deviant, Stage.REDUCE)
+    assert f"rank {deviant} called reduce_scatter fp32[96] with MAX as its 2nd collective" in difference.message
+
+
+def test_of_two_ranks_the_one_that_does_not_sum_where_the_layout_says_so_is_named() -> None:
+    logs = [step(0, *OWN, 2), step(0, *OWN, 2)]
+    logs[0][0] = Collective(*OWN[0][0], (0, 1), 0, "reduce", "MAX")
+
+    difference = found(*logs, implied=implied(scenario()))
+
+    assert difference is not None
+    assert difference.rank == 0
+
+
 def test_a_rank_that_leaves_the_group_is_said_to() -> None:
     logs = [usual(0) for _ in range(WORLD)]
     logs[1] = [*usual(0)[:3], Collective(LEAVE, "", 0, (0, 1, 2), 0, "norm")]
