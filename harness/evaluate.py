@@ -199,7 +199,10 @@ class Evaluator:
         if again.divergence is None or again.divergence.when != found.when or not outcome.replied:
             return evaluation
         verdicts = [_verdict.decode(report.reply or b"") for report in outcome.ranks]
-        return dataclasses.replace(evaluation, divergence=blame.attributed(found, verdicts))
+        attributed = blame.attributed(found, verdicts)
+        sent = {verdict.rank: verdict for verdict in verdicts}
+        accounts = _accounts(outcome, attributed, sent, self._lefts(scenario.world))
+        return dataclasses.replace(evaluation, divergence=attributed, accounts=accounts)
 
     def crashed_when_idle(self, world: int) -> Evaluation | None:
         """A violation when a rank of this world, if there is any, ended after it had sent its last verdict."""
