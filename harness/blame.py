@@ -223,7 +223,7 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left], gave_up: 
     waiting = [rank for rank in (other.rank for other in silent) if rank not in {one.rank for one in suspects}]
     who = sequence.ranks_text([one.rank for one in suspects])
     did = "finished the scenario but sent no verdict" if left.finished else "did not get on"
-    of_whom = f"rank {report.rank}: " if named and len(suspects) > 1 else ""
+    of_whom = f"rank {report.rank}: " if len(suspects) > 1 else ""
     text = f"{who} {did}: {of_whom}{_why(report, gave_up)}"
     missed = _missed(report.rank, everyone, world)
     if missed and waiting:

@@ -380,8 +380,10 @@ def _stacks(report: RankReport) -> str:
 
 
 def _tail(report: RankReport) -> str:
-    last = report.output.strip().splitlines()[-1:] if report.output else []
-    return f" ({last[0]})" if last else ""
+    lines = report.output.strip().splitlines() if report.output else []
+    # What a crash prints last is a list of all modules.
+    said = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else None)
+    return f" ({said})" if said else ""
 
 
 def _add(total: dict[str, int], more: dict[str, int]) -> None:

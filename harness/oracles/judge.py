@@ -33,6 +33,7 @@ _NO_BACKEND = re.compile(
     r"(?:^|raised )(?:[\w.]+\.)?(?:Connection\w*Error|BrokenPipeError|TimeoutError|OSError)\b", re.M
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]*)", line \d+, in .*\n(?P<source> {4}.*\n)?', re.M)
+_RAISE = re.compile(r"(?:^ *|[:;] *)raise\b")
 _CHAINED = re.compile(r"\n\n(?:The above exception was the direct|During handling of the above)[^\n]*\n\n")
 
 
@@ -152,7 +153,7 @@ def _backend_says(verdict: RankVerdict, phrases: Sequence[str]) -> bool:
     for error in _CHAINED.split(verdict.detail or found.message):
         *_, last = [None, *_FRAME.finditer(error)]
         said = error if last is None else error[last.end() :]
-        raised_there = last is not None and (last["source"] or "").lstrip().startswith("raise ")
+        raised_there = last is not None and _RAISE.search(last["source"] or "")
         if _NO_BACKEND.search(said) or (last is not None and raised_there and "/torch/" not in last["file"]):
             continue
         if any(phrase in said.lower() for phrase in phrases):

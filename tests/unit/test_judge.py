@@ -452,6 +452,7 @@ CAUSE = "\nThe above exception was the direct cause of the following exception:\
             False,
         ),
         (OWN_FRAME.format(source="raise RuntimeError(text)") + LOST, False, False),
+        (OWN_FRAME.format(source="if gone: raise RuntimeError(text)") + LOST, False, False),
         (OWN_FRAME.format(source="file.write(b)  # broken pipe") + "ValueError: I/O on closed file\n", False, False),
     ],
 )
