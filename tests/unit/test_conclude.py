@@ -565,6 +565,18 @@ def test_a_subject_that_ends_its_rank_when_imported_is_bad_input(pool: CannedPoo
         evaluator.prepare(2)
 
 
+def test_a_crash_when_imported_is_told_by_its_first_line_and_not_by_the_list_of_modules(
+    pool: CannedPool, evaluator: Evaluator
+) -> None:
+    said = (
+        'Fatal Python error: Segmentation fault\n\n  File "a.py", line 1 in f\n\nExtension modules: numpy.a, torch.b\n'
+    )
+    pool.check = lambda rank: checked(0, None) if rank == 0 else replace_output(exited(1, 3), said)
+
+    with pytest.raises(UsageError, match=r"exit code 3 \(Fatal Python error: Segmentation fault\)"):
+        evaluator.prepare(2)
+
+
 def replace_output(report: RankReport, output: str) -> RankReport:
     return RankReport(report.rank, report.end, report.reply, report.events, report.error, output, report.stacks)
 
