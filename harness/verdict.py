@@ -123,7 +123,7 @@ class Divergence(Struct, frozen=True, kw_only=True):
 class Collective(Struct, frozen=True, array_like=True):
     """One logged collective: what was called, on what, in which group (names the group's ranks), during which stage.
 
-    ``reduction`` is empty for sums and for what combines nothing.
+    ``how``: what else all ranks must agree on, as ``"with MAX"`` or ``"root 1"``; empty where nothing is to be said.
     """
 
     kind: str
@@ -132,7 +132,7 @@ class Collective(Struct, frozen=True, array_like=True):
     group: tuple[int, ...]
     step: int | None = None
     stage: str | None = None
-    reduction: str = ""
+    how: str = ""
 
 
 class NormObservation(Struct, frozen=True, array_like=True):

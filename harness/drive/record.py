@@ -64,9 +64,7 @@ class Record:
 
     def _called(self, call: LoggedCollective, contribution: object) -> None:
         dtype = _SHORT_DTYPES.get(call.dtype, call.dtype)
-        collective = Collective(
-            call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value, call.reduction
-        )
+        collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value, call.how)
         self._collectives.append(collective)
         self._trail.call(collective)
         if self.inspection is not None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -54,9 +54,21 @@ _FUNCTIONS: dict[str, tuple[str, str | None]] = {
     "recv_object_list": ("recv_object_list", None),
     "new_group": ("new_group", None),
     "split_group": ("split_group", None),
+    # No collective, but what the others wait for in vain; only of the default group.
+    "destroy_process_group": ("destroy_process_group", None),
 }
-# Where the function names the group's members, if not by a parameter `group`.
+# Where the function names the group, if not by a parameter `group`.
 _GROUP_PARAMETERS = {"new_group": "ranks", "split_group": "parent_pg"}
+# One rank plays another part in these, and all must mean the same one: by its rank in all, or by that in the group.
+_ROOTED = {
+    "broadcast": ("src", "group_src"),
+    "broadcast_object_list": ("src", "group_src"),
+    "gather": ("dst", "group_dst"),
+    "gather_object": ("dst", "group_dst"),
+    "reduce": ("dst", "group_dst"),
+    "scatter": ("src", "group_src"),
+    "scatter_object_list": ("src", "group_src"),
+}
 
 
 _REDUCTIONS = ("AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
@@ -73,7 +85,8 @@ class LoggedCollective(NamedTuple):
             all-gather, the tensor of anything else; 0 where there is no tensor.
         group_ranks: The global ranks of the group, in its order.
         label: What :meth:`CollectiveLog.mark` had been given.
-        reduction: How a reducing collective combines, as ``"MAX"``; empty for sums and for what combines nothing.
+        how: What else all ranks must agree on: ``"with MAX"`` where it does not sum, ``"root 1"``, of a new group ``"of
+            ranks 0, 1"``; empty where nothing is to be said.
     """
 
     kind: str
@@ -81,7 +94,7 @@ class LoggedCollective(NamedTuple):
     length: int
     group_ranks: tuple[int, ...]
     label: object
-    reduction: str = ""
+    how: str = ""
 
 
 class PendingCollective:
@@ -196,26 +209,20 @@ def _tapped(
 ) -> Callable[..., Any]:
     """``original``, recorded in ``log`` when it is the outermost call of its thread."""
     signature = inspect.signature(original)
-    parameters = list(signature.parameters)
-    group_name = _GROUP_PARAMETERS.get(name, "group")
-    group_index = parameters.index(group_name)
-    tensor_name = contribution or ""
-    tensor_index = parameters.index(contribution) if contribution is not None else 0
-    find_ranks = _listed_ranks if name == "new_group" else _ranks_of_group
-    op_index = parameters.index("op") if "op" in parameters else None
+    tensor = None if contribution is None else _Argument(signature, contribution)
+    find_ranks = _finder(signature, name)
+    describe = _describer(signature, name)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
-        ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
+        ranks = find_ranks(args, kwargs)
         if ranks is not None:
             dtype, length = "", 0
             tensors: object = None
-            if tensor_name:
-                tensors = args[tensor_index] if len(args) > tensor_index else kwargs.get(tensor_name)
+            if tensor is not None:
+                tensors = tensor.of(args, kwargs)
                 dtype, length = _measure(tensors)
-            reduction = ""
-            if op_index is not None:
-                reduction = _reduction(args[op_index] if len(args) > op_index else kwargs.get("op"))
-            entry = LoggedCollective(kind, dtype, length, ranks, log.label, reduction)
+            how = "" if describe is None else describe(args, kwargs, ranks)
+            entry = LoggedCollective(kind, dtype, length, ranks, log.label, how)
             log.entries.append(entry)
             if log.mirror is not None:
                 log.mirror(entry, tensors)
@@ -233,7 +240,7 @@ def _tapped(
             return original(*args, **kwargs)
         if log.intercept is None:
             return recorded(*args, **kwargs)
-        ranks = find_ranks(args[group_index] if len(args) > group_index else kwargs.get(group_name))
+        ranks = find_ranks(args, kwargs)
         if ranks is None:
             return recorded(*args, **kwargs)
         try:
@@ -259,11 +266,77 @@ def _measure(tensors: object) -> tuple[str, int]:
     return "", 0
 
 
+class _Argument:
+    """A parameter of a function, looked up in the arguments of a call."""
+
+    def __init__(self, signature: inspect.Signature, name: str) -> None:
+        self._name = name
+        self._index = list(signature.parameters).index(name)
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 (whatever was given)
+        """What was given; None if nothing was."""
+        return args[self._index] if len(args) > self._index else kwargs.get(self._name)
+
+
+_FindRanks = Callable[[Sequence[Any], Mapping[str, Any]], tuple[int, ...] | None]
+
+
+def _finder(signature: inspect.Signature, name: str) -> _FindRanks:
+    """What finds the global ranks that must all make a call, from its arguments."""
+    group = _Argument(signature, _GROUP_PARAMETERS.get(name, "group"))
+    if name == "destroy_process_group":
+        return lambda args, kwargs: _ranks_if_default(group.of(args, kwargs))
+    if name != "new_group":
+        return lambda args, kwargs: _ranks_of_group(group.of(args, kwargs))
+    local = _Argument(signature, "use_local_synchronization")
+
+    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+        # All ranks must ask for a new group, also those that are not to be in it, unless it says otherwise.
+        members = group.of(args, kwargs)
+        return tuple(sorted(members)) if members and local.of(args, kwargs) else _ranks_of_group(None)
+
+    return find
+
+
+_Describe = Callable[[Sequence[Any], Mapping[str, Any], tuple[int, ...]], str]
+
+
+def _describer(signature: inspect.Signature, name: str) -> _Describe | None:
+    """What finds out ``how`` of a call, from its arguments and the ranks of its group; None where there is none."""
+    if name == "new_group":
+        members = _Argument(signature, "ranks")
+        return lambda args, kwargs, _: _of_ranks(members.of(args, kwargs))
+    op = _Argument(signature, "op") if "op" in signature.parameters else None
+    roots = [_Argument(signature, root) for root in _ROOTED.get(name, ()) if root in signature.parameters]
+    if op is None and not roots:
+        return None
+
+    def describe(args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...]) -> str:
+        words = [] if op is None else [_reduction(op.of(args, kwargs))]
+        if roots:
+            words.append(_root(*(root.of(args, kwargs) for root in roots), ranks=ranks))
+        return " ".join(filter(None, words))
+
+    return describe
+
+
 def _reduction(op: object) -> str:
-    """The name of a reduce operation; empty for the sum, which is the default, and for what is none (torch raises)."""
+    """``with MAX``; empty for the sum, which is the default, and for what is none (torch raises)."""
     if op is None or op == dist.ReduceOp.SUM:
         return ""
-    return next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), "")
+    return next((f"with {name}" for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), "")
+
+
+def _root(root: object, root_in_group: object = None, *, ranks: tuple[int, ...]) -> str:
+    """``root 1``, by its rank in all; empty where none is named."""
+    if root is None and isinstance(root_in_group, int) and 0 <= root_in_group < len(ranks):
+        root = ranks[root_in_group]
+    return f"root {root}" if isinstance(root, int) else ""
+
+
+def _of_ranks(members: object) -> str:
+    listed = sorted(members) if isinstance(members, Sequence) else []
+    return f"of {'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}" if listed else ""
 
 
 def _ranks_of_group(group: object) -> tuple[int, ...] | None:
@@ -276,8 +349,6 @@ def _ranks_of_group(group: object) -> tuple[int, ...] | None:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _listed_ranks(ranks: object) -> tuple[int, ...] | None:
-    """The ranks a new group is asked for (torch sorts them); None stands for all."""
-    if isinstance(ranks, Sequence):
-        return tuple(sorted(ranks))
-    return _ranks_of_group(None)
+def _ranks_if_default(group: object) -> tuple[int, ...] | None:
+    """The ranks of the default group, if that is the one; leaving another one is nobody's matter."""
+    return _ranks_of_group(None) if group is None or group is dist.group.WORLD else None

@@ -71,8 +71,8 @@ def name(call: Collective, world: int) -> str:
         text = f"{call.kind} {call.dtype}[{call.length}]"
     else:
         text = call.kind
-    if call.reduction:
-        text = f"{text} with {call.reduction}"
+    if call.how:
+        text = f"{text} {call.how}"
     return text if call.group == tuple(range(world)) else f"{text} among {ranks_text(call.group)}"
 
 
@@ -93,7 +93,7 @@ _Key = tuple[str, str, int, tuple[int, ...], str]
 
 def _key(call: Collective) -> _Key:
     uneven = call.kind in UNEVEN
-    return call.kind, "" if uneven else call.dtype, 0 if uneven else call.length, call.group, call.reduction
+    return call.kind, "" if uneven else call.dtype, 0 if uneven else call.length, call.group, call.how
 
 
 def _first_difference(
@@ -197,7 +197,7 @@ class _Comparison:
         if wanted is None:
             return None
         number = len([one for one in calls[: self.position] if _when(one) == _when(call)])
-        return number < len(wanted) and wanted[number] == (call.kind, call.dtype, call.length) and not call.reduction
+        return number < len(wanted) and wanted[number] == (call.kind, call.dtype, call.length) and not call.how
 
     def _passed_over(self, before: Collective | None, call: Collective | None) -> bool:
         """Whether a stage lies between two calls of a rank, or after its last, in which it should have called."""

@@ -329,6 +329,18 @@ def _log_groups(context: RankContext) -> None:
         dist.all_reduce(torch.ones(5), group=alone)
 
 
+def _log_agreements(context: RankContext) -> None:
+    group = dist.new_group([0, 1])
+    dist.broadcast(torch.ones(2), 1)
+    dist.broadcast(torch.ones(2), group=group, group_src=1)
+    dist.reduce(torch.ones(2), 1, dist.ReduceOp.MIN)
+    if context.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    dist.destroy_process_group(group)  # not the default one
+    context.collectives.mark("the end")
+    dist.destroy_process_group()
+
+
 def _log_failures(context: RankContext) -> None:
     for wrong in ({}, {"tensor": "text"}, {"tensor": torch.ones(3), "group": "text"}):
         try:
@@ -351,6 +363,7 @@ _SERIES: dict[str, Callable[[RankContext], None]] = {
     "objects": _log_objects,
     "point to point": _log_point_to_point,
     "groups": _log_groups,
+    "agreements": _log_agreements,
     "failures": _log_failures,
     "beginning": _log_beginning,
 }

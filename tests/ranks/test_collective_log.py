@@ -24,7 +24,7 @@ def by_start(pool: RankPool) -> Iterator[dict[str, RankPool]]:
 def logged(pool: RankPool, series: str) -> list[list[list[Any]]]:
     """What each rank of world 2 has logged of a series: kind, dtype, length, ranks of the group, label.
 
-    After these the reduction, where it is no sum.
+    After these what else all ranks must agree on, where there is something.
     """
     outcome = pool.run(2, json.dumps({"do": "collectives", "series": series}).encode(), timeout_s=LONG_S)
     assert outcome.replied, outcome
@@ -41,10 +41,10 @@ def test_reductions(pool: RankPool) -> None:
     both = [0, 1], "series"
     expected = [
         ["all_reduce", "float32", 5, *both],
-        ["all_reduce", "bfloat16", 6, *both, "MAX"],
+        ["all_reduce", "bfloat16", 6, *both, "with MAX"],
         ["all_reduce", "float64", 6, *both],
         ["all_reduce", "float32", 7, *both],
-        ["reduce", "float32", 8, *both],
+        ["reduce", "float32", 8, *both, "root 0"],
         ["reduce_scatter_list", "float32", 6, *both],
         *[["reduce_scatter", "float32", 8, *both]]
         * spellings("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter_single"),
@@ -61,9 +61,9 @@ def test_gathers(pool: RankPool) -> None:
         ["all_gather", "float32", 3, *both],
         *[["all_gather", "float32", 4, *both]]
         * spellings("all_gather_into_tensor", "_all_gather_base", "all_gather_single"),
-        ["broadcast", "float32", 5, *both],
-        ["gather", "float32", 6, *both],
-        ["scatter", "float32", 7, *both],
+        ["broadcast", "float32", 5, *both, "root 0"],
+        ["gather", "float32", 6, *both, "root 0"],
+        ["scatter", "float32", 7, *both, "root 0"],
         ["all_to_all", "float32", 4, *both],
     ]
 
@@ -73,7 +73,7 @@ def test_gathers(pool: RankPool) -> None:
 def test_only_the_outermost_call_is_recorded(pool: RankPool) -> None:
     """A collective of objects is one entry, whatever tensors it sends."""
     kinds = ["all_gather_object", "broadcast_object_list", "scatter_object_list", "barrier", "barrier"]
-    expected = [[kind, "", 0, [0, 1], "series"] for kind in kinds]
+    expected = [[kind, "", 0, [0, 1], "series", *(["root 0"] if "_list" in kind else [])] for kind in kinds]
 
     assert logged(pool, "objects") == [expected, expected]
 
@@ -88,8 +88,8 @@ def test_point_to_point(pool: RankPool) -> None:
 def test_groups(pool: RankPool) -> None:
     """Making a group is an entry on all ranks; a call through a group is one on its members, with their ranks."""
     common = [
-        ["new_group", "", 0, [0, 1], "series"],
-        ["new_group", "", 0, [1], "series"],
+        ["new_group", "", 0, [0, 1], "series", "of ranks 0, 1"],
+        ["new_group", "", 0, [0, 1], "series", "of rank 1"],
         ["all_reduce", "float32", 3, [0, 1], "group"],
         ["all_reduce", "float32", 4, [0, 1], "group"],
     ]
@@ -114,3 +114,18 @@ def test_begin_forgets(pool: RankPool) -> None:
 def test_fresh_interpreters_log_the_same(by_start: dict[str, RankPool]) -> None:
     """The functions are replaced before the handler's module is imported, however the rank was started."""
     assert logged(by_start["exec"], "reductions") == logged(by_start["fork"], "reductions")
+
+
+def test_what_all_ranks_must_agree_on_is_recorded(pool: RankPool) -> None:
+    """The root by its rank in all, also where it is named by that in the group; a group by those who must ask for it."""
+    entries = logged(pool, "agreements")[0]
+    pool.recycle(2)  # They have left their group.
+
+    assert [(kind, group, how) for kind, _, _, group, _, *how in entries] == [
+        ("new_group", [0, 1], ["of ranks 0, 1"]),
+        ("broadcast", [0, 1], ["root 1"]),
+        ("broadcast", [0, 1], ["root 1"]),
+        ("reduce", [0, 1], ["with MIN root 1"]),
+        ("new_group", [0], ["of rank 0"]),
+        ("destroy_process_group", [0, 1], []),
+    ]

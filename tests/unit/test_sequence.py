@@ -98,7 +98,7 @@ def test_a_world_that_hangs_at_another_call_has_only_the_call_to_tell(deviant: i
 def test_a_rank_that_reduces_otherwise_is_named(deviant: int) -> None:
     """Equal in kind, dtype and length: the backend notices nothing, and the values are wrong on other ranks."""
     logs = [usual(0) for _ in range(WORLD)]
-    logs[deviant][1] = Collective(*LONG, (0, 1, 2), 0, "reduce", "MAX")
+    logs[deviant][1] = Collective(*LONG, (0, 1, 2), 0, "reduce", "with MAX")
 
     difference = found(*logs)
 
@@ -109,7 +109,7 @@ def test_a_rank_that_reduces_otherwise_is_named(deviant: int) -> None:
 
 def test_of_two_ranks_the_one_that_does_not_sum_where_the_layout_says_so_is_named() -> None:
     logs = [step(0, *OWN, 2), step(0, *OWN, 2)]
-    logs[0][0] = Collective(*OWN[0][0], (0, 1), 0, "reduce", "MAX")
+    logs[0][0] = Collective(*OWN[0][0], (0, 1), 0, "reduce", "with MAX")
 
     difference = found(*logs, implied=implied(scenario()))
 
@@ -232,3 +232,15 @@ def test_of_two_ranks_the_one_that_leaves_the_layout_is_named(
 
     assert difference is not None
     assert (difference.rank, difference.stage) == (deviant, Stage(stage))
+
+
+def test_another_root_is_named() -> None:
+    logs = [[Collective("broadcast", "bf16", 9, (0, 1, 2), 0, "gather", f"root {int(rank == 2)}")] for rank in range(3)]
+
+    difference = found(*logs)
+
+    assert difference is not None
+    assert difference.rank == 2
+    assert difference.message == (
+        "rank 2 called broadcast bf16[9] root 1 as its 1st collective while ranks 0, 1 called broadcast bf16[9] root 0"
+    )
