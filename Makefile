@@ -45,8 +45,10 @@ soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)
 
-stress: $(READY) ## a thousand damaged case files, twenty campaigns at once (minutes; STRESS_CASES, STRESS_CAMPAIGNS)
+stress: $(READY) ## damaged case files, campaigns at once, killed campaigns, every way to fail on every rank (half an hour)
 	$(RUN) pytest tests/stress -q -s
+	HARNESS_KILL_ROUNDS=$${HARNESS_KILL_ROUNDS:-30} $(RUN) pytest tests/ranks/test_parent_killed.py -q -s
+	FULL_TABLE=1 $(RUN) pytest tests/ranks/test_table_of_failures.py -q -s
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	ci/lint "$(RUN)"

@@ -29,7 +29,7 @@ from harness.verdict import (
 )
 
 _LAST_CALLS = 8
-_DIED = (RankEnd.EXITED, RankEnd.KILLED)
+_DIED = (RankEnd.EXITED, RankEnd.KILLED, RankEnd.SPOILT)
 _STUCK = (RankEnd.STALLED, RankEnd.TIMED_OUT)
 
 

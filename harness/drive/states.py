@@ -12,6 +12,7 @@ import fcntl
 import gc
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -57,6 +58,10 @@ _SIGNAL_NAMES = (
     "SIGCHLD SIGCONT SIGTSTP SIGVTALRM SIGPROF SIGIO SIGSYS"
 )
 _SIGNALS = (*(int(getattr(signal, name)) for name in _SIGNAL_NAMES.split()), int(process.STACKS_SIGNAL))
+# Those that would keep the harness from its own files, memory and time.
+_LIMITS = tuple(
+    getattr(resource, f"RLIMIT_{name}") for name in ("NOFILE", "FSIZE", "AS", "DATA", "STACK", "CPU", "NPROC")
+)
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 # Guards of inference mode, which lose their effect when they are no longer referred to.
 _inference_guards: list[torch.inference_mode] = []
@@ -104,6 +109,15 @@ def _set_autocast(value: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
     for kind, enabled, dtype in value:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
+
+
+def _limits() -> tuple[int, ...]:
+    return tuple(resource.getrlimit(limit)[0] for limit in _LIMITS)
+
+
+def _set_limits(value: tuple[int, ...]) -> None:
+    for limit, soft in zip(_LIMITS, value, strict=True):
+        resource.setrlimit(limit, (soft, resource.getrlimit(limit)[1]))
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
@@ -279,6 +293,7 @@ STATES = (
     State("environment", lambda: dict(os.environb), _set_environment),
     State("working directory", _working_directory, _set_working_directory),
     State("umask", _umask, _set_umask),
+    State("resource limits", _limits, _set_limits),
     State("sys.path", lambda: tuple(sys.path), _set_list(lambda: sys.path)),
     State("sys.argv", lambda: tuple(sys.argv), _set_list(lambda: sys.argv)),
     State("signal handlers", _handlers, _set_handlers),

@@ -12,7 +12,8 @@ class RankEnd(enum.Enum):
 
     REPLIED: the handler returned a reply, and the process lived until all ranks had ended.
     BROKEN: the handler raised RankBroken; its payload is the report's ``reply``.
-    RAISED: the handler raised anything else, or wrote what is no message: a mistake in the handler.
+    RAISED: the handler raised anything else: a mistake in the handler.
+    SPOILT: something wrote to its connection what is no message of it.
     EXITED: the process ended by itself, with any exit code, 0 too.
     KILLED: the process ended by a signal that this pool did not send (a crash; the kernel, out of memory; a person).
     TIMED_OUT: the rank had not ended at the deadline, nor had any other rank failed before.
@@ -23,6 +24,7 @@ class RankEnd(enum.Enum):
     REPLIED = "replied"
     BROKEN = "broken"
     RAISED = "raised"
+    SPOILT = "spoilt"
     EXITED = "exited"
     KILLED = "killed"
     TIMED_OUT = "timed out"

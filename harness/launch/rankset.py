@@ -187,7 +187,7 @@ class RankSet:
         except WireError as error:
             member.channel.ended = True  # What follows cannot be told apart any more.
             if self.phase is Phase.BUSY:
-                self._fail(member, RankEnd.RAISED, f"the connection to the rank is spoilt: {error}")
+                self._fail(member, RankEnd.SPOILT, f"something wrote to the harness's connection to it: {error}")
             return []
 
     def _take_all(self, member: Member, frames: list[Frame]) -> None:

@@ -306,7 +306,7 @@ def _judge(
     except UndecidedError as error:
         undecided, seconds, problem = error, time.monotonic() - began, f"there was no verdict: {error}"
     else:
-        if evaluation.conclusion is Conclusion.UNSUPPORTED and problem is None:
+        if evaluation.conclusion is Conclusion.UNSUPPORTED:
             tally.discarded += 1
             return
     tally.seconds[kind].append(seconds)
@@ -366,4 +366,8 @@ def _broken(tally: _Tally) -> str | None:
         for name, it in tally.growth.items()
         if it.excessive
     ]
-    return f"the harness is broken: {'; '.join(problems)}" if problems else None
+    if not problems:
+        return None
+    # A wrong class fails without a fault as well, and then the rest says little.
+    whose = "the subject is not right (see `verify`), or " if tally.num_wrong[WITHOUT_FAULT] else ""
+    return f"{whose}the harness is broken: {'; '.join(problems)}"

@@ -30,7 +30,7 @@ def test_a_wrong_verdict_is_exit_code_3_and_its_replay_is_the_last_line(cli: Com
     )
 
     assert done.returncode == 3
-    assert "reason       the harness is broken: 2 of 2 verdicts are wrong" in done.stdout
+    assert "the subject is not right (see `verify`), or the harness is broken: 2 of 2 verdicts are wrong" in done.stdout
     last = done.stdout.splitlines()[-1].split()
     assert last[:5] == ["replay", "python", "-m", "harness", "replay"]
     replayed = cli.run(*last[4:])

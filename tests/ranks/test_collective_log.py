@@ -117,7 +117,7 @@ def test_fresh_interpreters_log_the_same(by_start: dict[str, RankPool]) -> None:
 
 
 def test_what_all_ranks_must_agree_on_is_recorded(pool: RankPool) -> None:
-    """The root by its rank in all, also where it is named by that in the group; a group by those who must ask for it."""
+    """The root by its rank in all, also where it is named by that in the group; who must ask for a new group."""
     entries = logged(pool, "agreements")[0]
     pool.recycle(2)  # They have left their group.
 

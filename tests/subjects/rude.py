@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -57,6 +58,11 @@ class Careful(PlainZero):
         pieces = [piece.new_empty(len(piece)) for _ in range(self.world)]
         dist.all_gather(pieces, piece)
         return torch.cat(pieces)
+
+
+def _allow_few_descriptors() -> None:
+    """So few that the process has more open already."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 class Act(NamedTuple):
@@ -168,6 +174,7 @@ RUDE = {
     "environment": Act(_forget_the_launcher, ("environment",)),
     "working directory": Act(_delete_working_directory, ("working directory",)),
     "umask": Act(lambda: os.umask(0o777), ("umask",)),
+    "descriptor limit": Act(_allow_few_descriptors, ("resource limits",)),
     "path": Act(sys.path.clear, ("sys.path",)),
     "argv": Act(lambda: sys.argv.append("--rude"), ("sys.argv",)),
     "close stdout": Act(lambda: os.close(1), ("standard streams",)),

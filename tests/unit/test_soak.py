@@ -207,7 +207,9 @@ def test_a_scenario_without_a_verdict_ends_the_soak_as_broken(monkeypatch: pytes
     result, _ = soak(monkeypatch, tmp_path, {4: UndecidedError("no ranks")})
 
     assert (result.exit_code, result.run, result.growth) == (EXIT_UNKNOWN, 5, {})
-    assert result.reason == "the harness is broken: 1 of 5 verdicts are wrong"
+    assert result.reason == (
+        "the subject is not right (see `verify`), or the harness is broken: 1 of 5 verdicts are wrong"
+    )
     assert result.wrong is not None
     assert "no ranks" in result.wrong.problem
 
