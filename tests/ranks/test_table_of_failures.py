@@ -142,8 +142,8 @@ DIFFERENCES = (
     _differs("call-alone-all-reduce", Stage.NORM, "6th", _AR, _AG, _ONE_TOO_MANY, slow=True),
     _differs("call-alone-all-gather", Stage.GATHER, "9th", _AG_LAST, "nothing", _ONE_TOO_MANY, slow=True),
     _differs("call-alone-barrier", Stage.REDUCE, "4th", "barrier", _AR, _ONE_TOO_MANY, slow=True),
-    _differs("call-alone-broadcast", Stage.REDUCE, "4th", "broadcast fp32[1]", _AR, _ONE_TOO_MANY, slow=True),
-    _differs("call-alone-new-group", Stage.REDUCE, "4th", "new_group", _AR, _ONE_TOO_MANY, slow=True),
+    _differs("call-alone-broadcast", Stage.REDUCE, "4th", "broadcast fp32[1] root {at}", _AR, _ONE_TOO_MANY, slow=True),
+    _differs("call-alone-new-group", Stage.REDUCE, "4th", "new_group of ranks 0, 1, 2", _AR, _ONE_TOO_MANY, slow=True),
     _differs("wrong-reduction-reduce-scatter", Stage.REDUCE, "2nd", f"{_RS} with MAX", _RS),
 )
 ROWS = (*ENDS, *HANGS, *NEVER_SENT, *DIFFERENCES)
