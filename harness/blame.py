@@ -39,7 +39,7 @@ def cause(
     """The divergence to report for a run in which at least one rank sent no verdict.
 
     A difference that was seen before comes first, in values or in the sequence of collectives. Then the rank that ended
-    by itself or raised first; last a rank that did not get on, of several the one that the others wait for.
+    by itself or raised first; last a rank that made no progress, of several the one that the others wait for.
 
     Args:
         outcome: Of the task.
@@ -126,6 +126,9 @@ def _end_of(report: RankReport, verdict: RankVerdict | None) -> str:
         return "gave up waiting for another rank"
     if judge.peer_lost(verdict):
         return "lost its connection to another rank"
+    found = verdict.divergence
+    if found is not None and found.property is Property.PROGRESS:
+        return found.message.partition("\n")[0]
     said = (verdict.detail or "").strip().rpartition("\n")[2]
     return f"{verdict.status.value}: {said}" if said else verdict.status.value
 
@@ -222,7 +225,7 @@ def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left], gave_up: 
     named = len(suspects) < len(silent) or len(silent) == 1
     waiting = [rank for rank in (other.rank for other in silent) if rank not in {one.rank for one in suspects}]
     who = sequence.ranks_text([one.rank for one in suspects])
-    did = "finished the scenario but sent no verdict" if left.finished else "did not get on"
+    did = "finished the scenario but sent no verdict" if left.finished else "made no progress"
     of_whom = f"rank {report.rank}: " if len(suspects) > 1 else ""
     text = f"{who} {did}: {of_whom}{_why(report, gave_up)}"
     missed = _missed(report.rank, everyone, world)
@@ -345,8 +348,10 @@ class _Frame:
 
 
 def without_harness(stacks: str) -> str:
-    """Stacks without the frames of the harness, which begin every one of them and say nothing about the subject."""
-    return "\n".join(line for line in stacks.splitlines() if not _is_harness(line))
+    """Text without frames of the harness, which begin all stacks, and without the list of modules after a crash."""
+    return "\n".join(
+        line for line in stacks.splitlines() if not _is_harness(line) and not line.startswith("Extension modules:")
+    )
 
 
 def _is_harness(line: str) -> bool:

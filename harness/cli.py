@@ -328,7 +328,10 @@ def replay(
     timeout: float | None,
     stall: float | None,
 ) -> int:
-    """Run one saved case again, on the subject it names or on another (--subject)."""
+    """Run one saved case again, on the subject it names or on another (--subject).
+
+    It is run five times (a hang once), since a violation that comes and goes is one too.
+    """
     from harness.scenario import codec
 
     case = codec.load(Path(file))

@@ -44,6 +44,8 @@ COMPUTING_S = 6.0
 IMPORT_BLOCKED_S = 15.0
 IMPORT_COMPUTING_S = 20.0
 IMPORT_TIMEOUT_S = 180.0
+# How long the others may go on once a rank has failed: to say what they saw themselves. They mostly wait for it.
+GRACE_S = 1.0
 
 _verdict = msgspec.msgpack.Decoder(RankVerdict)
 _divergence = msgspec.msgpack.Decoder(Divergence)
@@ -106,7 +108,7 @@ class Evaluation:
 
 def start_pool(backend: str = "gloo") -> RankPool:
     """Warm ranks for scenarios of any subject; a context manager that ends them on every path."""
-    return RankPool(HANDLER, backend=backend, preload=PRELOAD)
+    return RankPool(HANDLER, backend=backend, preload=PRELOAD, grace_s=GRACE_S)
 
 
 class Evaluator:
@@ -115,7 +117,7 @@ class Evaluator:
     def __init__(
         self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None, stall_s: float | None = None
     ) -> None:
-        """``timeout_s``: how long a scenario may take; ``stall_s``: how long without getting on; None: by its size."""
+        """``timeout_s``: how long a scenario may take; ``stall_s``: how long without progress; None: by its size."""
         self.timeout_s = timeout_s
         self.stall_s = stall_s
         self._subject = SubjectName(subject.absolute, subject.args)
@@ -365,7 +367,11 @@ def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergenc
         return ""
     details = {verdict.rank: verdict.detail or "" for verdict in verdicts}
     texts = [
-        "\n".join(part for part in (report.output, details.get(report.rank, ""), _stacks(report)) if part)
+        "\n".join(
+            part
+            for part in (blame.without_harness(report.output), details.get(report.rank, ""), _stacks(report))
+            if part
+        )
         for report in outcome.ranks
     ]
     if divergence.rank is not None:
@@ -374,8 +380,8 @@ def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergenc
 
 
 def _stacks(report: RankReport) -> str:
-    if not report.stacks:
-        return ""
+    if not report.stacks or report.end not in (RankEnd.STALLED, RankEnd.TIMED_OUT, RankEnd.ABANDONED):
+        return ""  # a rank that has replied only waits for its next task
     return f"where rank {report.rank} was when it was stopped:\n{blame.without_harness(report.stacks)}"
 
 

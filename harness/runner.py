@@ -374,6 +374,10 @@ class _Search:
     def _explain(self, index: int, scenario: Scenario, evaluation: Evaluation) -> _Found:
         self.best = _Found(scenario, evaluation)
         # Each further try of a case that hangs would cost a whole time-out; one that is unsteady has been run twice.
+        if evaluation.hung:
+            self.observer.note(
+                "a hang is neither run again nor made smaller: each try would take as long; try `replay`"
+            )
         if evaluation.hung or _property(evaluation) is Property.DETERMINISM:
             return self.best
         confirmed = _repeated(self.evaluator, scenario, evaluation, self.tally)

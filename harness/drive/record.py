@@ -70,6 +70,10 @@ class Record:
         if self.inspection is not None:
             self.inspection.called(self.stage, call.kind, contribution)
 
+    def move(self) -> None:
+        """The rank makes progress: a call into the subject begins or has returned."""
+        self._trail.move()
+
     def hit(self, fault: int) -> None:
         """A fault of the scenario, by its index, is about to strike; it may be the last thing this rank does."""
         if fault not in self._hits:

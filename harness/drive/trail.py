@@ -31,6 +31,9 @@ class _Moved(Struct, frozen=True, tag="moved", array_like=True):
     pass
 
 
+_MOVED = msgspec.json.encode(_Moved())
+
+
 class _Hit(Struct, frozen=True, tag="hit", array_like=True):
     fault: int
 
@@ -105,7 +108,7 @@ class Trail:
 
     def move(self) -> None:
         """The rank gets on in what is not told: a collective that is not compared."""
-        self._append(_encode(_Moved()))
+        self._append(_MOVED)
 
     def hit(self, fault: int) -> None:
         """A fault of the scenario, by its index, is about to strike the rank."""

@@ -354,7 +354,11 @@ class RankPool:
             if now > expected + _PAUSE_S:
                 # This process was stopped, or got no processor, and could not hear that a rank had ended.
                 deadline += now - expected
-            end = deadline if ranks.failed_at is None else min(deadline, ranks.failed_at + self._grace_s)
+            end = (
+                deadline
+                if ranks.failed_at is None
+                else min(deadline, ranks.failed_at + self._grace_s * machine.patience())
+            )
             if now >= end:
                 break
             if now >= tick:

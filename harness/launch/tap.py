@@ -85,8 +85,8 @@ class LoggedCollective(NamedTuple):
             all-gather, the tensor of anything else; 0 where there is no tensor.
         group_ranks: The global ranks of the group, in its order.
         label: What :meth:`CollectiveLog.mark` had been given.
-        how: What else all ranks must agree on: ``"with MAX"`` where it does not sum, ``"root 1"``, of a new group ``"of
-            ranks 0, 1"``; empty where nothing is to be said.
+        how: What else all ranks must agree on: ``"with MAX"`` where it does not sum, ``"root 1"``, ``"on group 3"`` if
+            it is not the default one, of a new group ``"of ranks 0, 1"``; empty where nothing is to be said.
     """
 
     kind: str
@@ -308,13 +308,15 @@ def _describer(signature: inspect.Signature, name: str) -> _Describe | None:
         return lambda args, kwargs, _: _of_ranks(members.of(args, kwargs))
     op = _Argument(signature, "op") if "op" in signature.parameters else None
     roots = [_Argument(signature, root) for root in _ROOTED.get(name, ()) if root in signature.parameters]
-    if op is None and not roots:
+    group = _Argument(signature, "group") if "group" in signature.parameters else None
+    if group is None:
         return None
 
     def describe(args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...]) -> str:
         words = [] if op is None else [_reduction(op.of(args, kwargs))]
         if roots:
             words.append(_root(*(root.of(args, kwargs) for root in roots), ranks=ranks))
+        words.append(_group_name(group.of(args, kwargs)))
         return " ".join(filter(None, words))
 
     return describe
@@ -332,6 +334,13 @@ def _root(root: object, root_in_group: object = None, *, ranks: tuple[int, ...])
     if root is None and isinstance(root_in_group, int) and 0 <= root_in_group < len(ranks):
         root = ranks[root_in_group]
     return f"root {root}" if isinstance(root, int) else ""
+
+
+def _group_name(group: object) -> str:
+    """``on group 3``; empty for the default one. Torch numbers groups as they are made, on all ranks alike."""
+    if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
+        return ""
+    return f"on group {group.group_name[:12]}"
 
 
 def _of_ranks(members: object) -> str:

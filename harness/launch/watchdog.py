@@ -45,11 +45,11 @@ class Stall:
     def describe(self, rank: int, doing: Activity | None) -> str:
         """What is to be said of a rank that had not ended."""
         if rank == self.rank:
-            return f"used {self.seconds:.1f} s of processor time without getting on"
+            return f"used {self.seconds:.1f} s of processor time without progress"
         if self.rank is None:
-            because = f"no rank got on for {self.seconds:.1f} s"
+            because = f"no rank made progress for {self.seconds:.1f} s"
         else:
-            because = f"no rank got on while rank {self.rank} used {self.seconds:.1f} s of processor time"
+            because = f"no rank made progress while rank {self.rank} used {self.seconds:.1f} s of processor time"
         return f"{_DID[doing]} ({because})"
 
 

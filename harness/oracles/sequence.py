@@ -148,17 +148,21 @@ class _Comparison:
         others = f"{ranks_text(by_name[right])} called {right}"
         message = f"{odd} as {whose} {ordinal(self.position + 1)} collective while {others}"
         deviant, sound = by_name[wrong[0]][0], by_name[right][0]
-        explained = self._explained(deviant, sound) if proven else "two logs alone do not tell which of them is wrong"
+        explained = self._explained(deviant, sound) if proven else self._undecided()
         first = min((call for call in self.here.values() if call is not None), key=_when)
         return Divergence(
             property=Property.TRAFFIC,
             stage=Stage(first.stage) if first.stage else Stage.BUILD,
             step=first.step,
             rank=deviant if proven else None,
-            expected=right,
-            actual=wrong[0],
+            expected=right if proven else None,
+            actual=wrong[0] if proven else None,
             message=f"{message}: {explained}" if explained else message,
         )
+
+    def _undecided(self) -> str:
+        hint = " (three would: --world 3)" if self.world == 2 else ""
+        return f"two logs alone do not tell which of them is wrong{hint}"
 
     def _right(self, by_name: Mapping[str, list[int]]) -> tuple[str, bool]:
         """Which of the calls here is the right one, and whether that is more than a guess."""

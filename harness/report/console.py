@@ -26,6 +26,7 @@ from harness.verdict import Oracle, Property, RankAccount
 LINE_INTERVAL_S = 5.0
 OUTPUT_LINES = 20
 LAST_COLLECTIVES = 3
+LINE_CHARS = 300
 
 _STYLES = {"holds": "bold green", "violated": "bold red", "unknown": "bold yellow"}
 
@@ -241,7 +242,7 @@ def failure_lines(failure: Failure) -> list[str]:
         ("actual", _value(failure.actual, failure.actual_bits, failure.ulps)),
         ("mismatches", None if failure.mismatches is None else _count(failure.mismatches, "element")),
         ("symptom", failure.symptom),
-        ("message", failure.message),
+        ("message", None if failure.message is None else "\n".join(map(_cut, failure.message.split("\n")[:10]))),
         ("scenario", failure.scenario),
     ]
     lines = ["failure"]
@@ -270,7 +271,12 @@ def _account(account: RankAccount) -> list[str]:
 
 
 def _headline_of(end: str) -> str:
-    return end.strip().partition("\n")[0]
+    return _cut(end.strip().partition("\n")[0])
+
+
+def _cut(line: str) -> str:
+    """A line that may be of any length; all of it is in the JSON."""
+    return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]}... ({len(line):,} characters)"
 
 
 def listing_lines(listing: Mapping[str, Mapping[str, str] | Sequence[str]]) -> list[str]:
@@ -325,7 +331,7 @@ def _output(output: str) -> list[str]:
     printed = output.rstrip().splitlines()
     left_out = len(printed) - OUTPUT_LINES
     head = f"the last {OUTPUT_LINES} of {len(printed)} lines from the ranks" if left_out > 0 else "from the ranks"
-    return [_labelled("output", f"{head}:")] + [f"    | {line}" for line in printed[-OUTPUT_LINES:]]
+    return [_labelled("output", f"{head}:")] + [f"    | {_cut(line)}" for line in printed[-OUTPUT_LINES:]]
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -174,6 +174,8 @@ def run_soak(options: SoakOptions, observer: Observer, pool: RankPool | None = N
     reason = _broken(tally) or reason
     if reason is None and not tally.run:
         reason = "no scenario was run"
+    if reason is None and not tally.seconds.keys() - {WITHOUT_FAULT}:
+        reason = "no scenario had a fault: a smaller --every, or more --examples"
     return SoakResult(
         verdict="unknown" if reason else "holds",
         subject=options.subject.given,

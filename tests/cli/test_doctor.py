@@ -44,4 +44,5 @@ def test_doctor_measures_what_the_harness_relies_on(cli: CommandLine) -> None:
     for name, finding in found.items():
         assert sum(line.startswith(f"{finding['verdict']:<9}{name} ") for line in lines) == 1
     assert lines[-1].startswith("ok: gloo, world 2,3,4, ")
-    assert max(map(len, lines)) <= 100
+    # A path cannot be broken, and where temporary files are depends on who runs the tests.
+    assert max(len(line) for line in lines if "/" not in line) <= 100

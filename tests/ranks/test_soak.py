@@ -36,7 +36,7 @@ def test_over_a_wrong_subject_a_soak_reports_itself_broken(scenario_pool: RankPo
 
     assert result.exit_code == EXIT_UNKNOWN
     assert result.reason is not None
-    assert result.reason.startswith("the harness is broken")
+    assert result.reason.startswith("the subject is not right (see `verify`), or the harness is broken")
     assert result.wrong is not None
     assert result.wrong.case is not None
     case = codec.load(Path(result.wrong.case))

@@ -76,7 +76,7 @@ _AFTER_FIRST = ", after it had called its 1st collective, reduce_scatter fp32[18
 _WAIT_FOR_SECOND = "; ranks {others} wait for its 2nd collective, reduce_scatter fp32[18]"
 _STOPPED = "it was stopped by SIGSTOP or a debugger"
 _WAITED = "it waited without using the processor"
-_COMPUTED = "of processor time without getting on"
+_COMPUTED = "of processor time without progress"
 _FINISHED = "rank {at} finished the scenario but sent no verdict: "
 _SWAPPED = "rank {at} handed over bucket 1 where bucket 0 was due, unlike ranks {others}"
 _RS, _AR, _AG = "reduce_scatter fp32[18]", "all_reduce fp64[1]", "all_gather bf16[6]"
@@ -95,7 +95,7 @@ HANGS = (
     _hung("stop", Stage.REDUCE, _STOPPED),
     _hung("loop", Stage.REDUCE, _COMPUTED),
     _hung("loop-in-c", Stage.REDUCE, _COMPUTED),
-    _ended("hang-up", "rank {at} did not get on: it closed its connection to the harness, but did not end"),
+    _ended("hang-up", "rank {at} made no progress: it closed its connection to the harness, but did not end"),
     _hung("never-call-reduce-scatter", Stage.REDUCE, _WAIT_FOR_SECOND),
     _hung("never-call-all-reduce", Stage.NORM, f"; ranks {{others}} wait for its 5th collective, {_AR}"),
     _hung("never-call-all-gather", Stage.GATHER, f"; ranks {{others}} wait for its 7th collective, {_AG}"),
@@ -161,11 +161,13 @@ def _tried(row: Row) -> tuple[int, ...]:
 CELLS = [pytest.param(row, at, id=f"{row.how}-on-{at}") for row in ROWS for at in _tried(row)]
 
 Cells = dict[tuple[str, int], tuple[str, float]]
+_outside: set[psutil.Process] = set()
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     """Ranks of this module's own, on which all cells run one after another, as in one campaign."""
+    _outside.update(descendants())  # of other modules
     with start_pool() as ranks:
         yield ranks
 
@@ -196,7 +198,7 @@ def _table(cells: Cells) -> str:
 
 
 def descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    return set(psutil.Process().children(recursive=True)) - _outside
 
 
 def named(evaluation: Evaluation) -> str:

@@ -66,8 +66,8 @@ def test_a_rank_in_an_endless_loop_stalls_the_task(pool: RankPool, do: str, func
 
     assert ends(outcome) == [RankEnd.STALLED, RankEnd.STALLED]
     assert [report.activity for report in outcome.ranks] == [Activity.COMPUTING, Activity.BLOCKED]
-    assert "of processor time without getting on" in (outcome.ranks[0].error or "")
-    assert "no rank got on while rank 0 used" in (outcome.ranks[1].error or "")
+    assert "of processor time without progress" in (outcome.ranks[0].error or "")
+    assert "no rank made progress while rank 0 used" in (outcome.ranks[1].error or "")
     assert f"in {function}" in (outcome.ranks[0].stacks or "")
     # The last dump alone is in the report, not the samples before.
     assert (outcome.ranks[0].stacks or "").count("in _answer\n") == 1

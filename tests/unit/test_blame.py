@@ -15,7 +15,7 @@ from harness.verdict import Collective, Divergence, Property, RankStatus, RankVe
 WORLD = 3
 REDUCE = Collective("reduce_scatter", "fp32", 96, (0, 1, 2), 0, "reduce")
 NORM = Collective("all_reduce", "fp32", 1, (0, 1, 2), 0, "norm")
-BLOCKED_ERROR = "waited without using the processor (no rank got on for 5.0 s)"
+BLOCKED_ERROR = "waited without using the processor (no rank made progress for 5.0 s)"
 
 RANK_FRAMES = """\
   File "/x/harness/drive/driver.py", line 300 in _reduce
@@ -73,7 +73,7 @@ def test_the_rank_that_others_wait_for_is_named_with_what_it_did_not_call(culpri
     assert (found.property, found.rank, found.step, found.stage) == (Property.PROGRESS, culprit, 0, Stage.REDUCE)
     waiting = ", ".join(map(str, others(culprit)))
     assert found.message == (
-        f"rank {culprit} did not get on: it {BLOCKED_ERROR}; "
+        f"rank {culprit} made no progress: it {BLOCKED_ERROR}; "
         f"ranks {waiting} wait for its 2nd collective, all_reduce fp32[1] (--stall gives more time)"
     )
 
@@ -134,7 +134,7 @@ def test_where_all_wait_in_the_same_collective_nobody_is_named() -> None:
     found = caused(*(stuck(rank) for rank in range(WORLD)), lefts=lefts)
 
     assert found.rank is None
-    assert found.message.startswith("ranks 0, 1, 2 did not get on")
+    assert found.message.startswith("ranks 0, 1, 2 made no progress")
     assert "all of them called their 1st collective, reduce_scatter fp32[96]" in found.message
 
 
@@ -146,7 +146,7 @@ def test_two_that_do_not_get_on_are_both_told() -> None:
 
     assert found.rank == 0
     assert found.message == (
-        f"ranks 0, 1 did not get on: rank 0: it {BLOCKED_ERROR}; "
+        f"ranks 0, 1 made no progress: rank 0: it {BLOCKED_ERROR}; "
         "rank 2 waits for their 2nd collective, all_reduce fp32[1] (--stall gives more time)"
     )
 
@@ -156,7 +156,7 @@ def test_two_that_do_not_get_on_are_both_told() -> None:
     [
         ([0], None, "rank 1 finished the scenario while rank 0 waits in a collective for which nobody comes"),
         ([0, 2], 1, "rank 1 finished the scenario while ranks 0, 2 wait in a collective for which nobody comes"),
-        ([2], 2, f"rank 2 did not get on: it {BLOCKED_ERROR} (--stall gives more time)"),
+        ([2], 2, f"rank 2 made no progress: it {BLOCKED_ERROR} (--stall gives more time)"),
     ],
 )
 def test_of_ranks_that_wait_and_ranks_that_finished_the_fewer_are_wrong(
@@ -191,7 +191,7 @@ def test_a_rank_that_others_gave_up_waiting_for_is_named() -> None:
     found = caused(*reports, found=late, verdicts=verdicts, lefts={1: Left(0, Stage.REDUCE, (REDUCE,))}, first_failed=0)
 
     assert found.rank == 1
-    assert found.message.startswith("rank 1 did not get on: it was still running when rank 0 gave up waiting")
+    assert found.message.startswith("rank 1 made no progress: it was still running when rank 0 gave up waiting")
 
 
 def test_who_only_lost_a_peer_is_not_named_while_another_has_not_ended() -> None:

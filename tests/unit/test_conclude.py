@@ -246,7 +246,7 @@ def test_of_several_that_hang_alike_none_is_named() -> None:
 
     assert blamed(evaluation) == (Property.PROGRESS, None, 1, Stage.NORM)
     assert evaluation.divergence is not None
-    assert evaluation.divergence.message.startswith("ranks 1, 2 did not get on")
+    assert evaluation.divergence.message.startswith("ranks 1, 2 made no progress")
 
 
 PEER_LOST = "Connection closed by peer"

@@ -173,7 +173,7 @@ def test_of_two_ranks_in_their_first_step_neither_is_named() -> None:
 
     assert difference is not None
     assert difference.rank is None
-    assert difference.message.endswith("two logs alone do not tell which of them is wrong")
+    assert difference.message.endswith("two logs alone do not tell which of them is wrong (three would: --world 3)")
 
 
 def scenario() -> Scenario:
@@ -243,4 +243,18 @@ def test_another_root_is_named() -> None:
     assert difference.rank == 2
     assert difference.message == (
         "rank 2 called broadcast bf16[9] root 1 as its 1st collective while ranks 0, 1 called broadcast bf16[9] root 0"
+    )
+
+
+def test_groups_of_the_same_ranks_in_another_order_are_told_apart() -> None:
+    """Equal calls on two groups, in another order on one rank: a deadlock in which all logs would look alike."""
+    on = [Collective(*NORM, (0, 1, 2), 0, "norm", f"on group {number}") for number in (1, 2)]
+
+    difference = found(on, on[::-1], on)
+
+    assert difference is not None
+    assert difference.rank == 1
+    assert difference.message == (
+        "rank 1 called all_reduce fp32[1] on group 2 as its 1st collective while ranks 0, 2 called all_reduce fp32[1] "
+        "on group 1: rank 1 called the collectives of this stage in another order"
     )

@@ -155,13 +155,13 @@ def test_time_that_vanishes_is_not_given_back() -> None:
 @pytest.mark.parametrize(
     ("rank", "doing", "text"),
     [
-        (1, Activity.COMPUTING, "used 8.1 s of processor time without getting on"),
+        (1, Activity.COMPUTING, "used 8.1 s of processor time without progress"),
         (
             0,
             Activity.BLOCKED,
-            "waited without using the processor (no rank got on while rank 1 used 8.1 s of processor time)",
+            "waited without using the processor (no rank made progress while rank 1 used 8.1 s of processor time)",
         ),
-        (2, Activity.COMPUTING, "was computing (no rank got on while rank 1 used 8.1 s of processor time)"),
+        (2, Activity.COMPUTING, "was computing (no rank made progress while rank 1 used 8.1 s of processor time)"),
     ],
 )
 def test_each_rank_is_told_apart(rank: int, doing: Activity, text: str) -> None:
@@ -172,7 +172,7 @@ def test_each_rank_is_told_apart(rank: int, doing: Activity, text: str) -> None:
 def test_a_stall_of_all_blames_nobody() -> None:
     """Every rank is described alike, by what it did."""
     assert Stall(None, 5.0).describe(0, Activity.STOPPED) == (
-        "was stopped by SIGSTOP or a debugger (no rank got on for 5.0 s)"
+        "was stopped by SIGSTOP or a debugger (no rank made progress for 5.0 s)"
     )
 
 
