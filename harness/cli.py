@@ -199,7 +199,7 @@ _stall_option = click.option(
     type=float,
     callback=inputs.seconds,
     metavar="S",
-    help="Seconds in which no rank gets on (calls a collective, enters a stage, runs code it has not run yet), waiting "
+    help="Seconds without progress on any rank (a collective, a call of the class, code it has not run yet), waiting "
     "or computing, before a scenario counts as hung (default: 5 and 6, and more by its size).",
 )
 _seed_option = click.option(

@@ -3,7 +3,7 @@
 From a sum alone nobody can tell which rank's contribution was wrong, or that one of them swapped two buckets of equal
 size (which no backend notices). Each rank knows its own contribution, though. It takes time, so it is only done when a
 scenario that has failed is run once more. What is not recognised (another layout, other units, parts that are reduced
-one by one) looks wrong on every rank alike, and then says nothing.
+one by one) is not judged: a rank with zeros, or with one part, would look right in any form, and the others wrong.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Inspection:
         self._masters = masters
         self._plan: StepPlan | None = None
         self._next: dict[Stage, int | None] = {}  # the bucket that is due; None: this is not the layout
-        self._own: tuple[_Values, _Values] | None = None
+        self._parts: _Values | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """From here on collectives belong to this step."""
         self._plan = plan
         self._next = {Stage.REDUCE: 0, Stage.GATHER: 0}
-        self._own = None
+        self._parts = None
 
     def called(self, stage: Stage, kind: str, contribution: object) -> None:
         """A collective is about to be called with this contribution: a tensor or a list of them."""
@@ -110,6 +110,9 @@ class Inspection:
         if position is None:
             return
         instead = next((other for other in range(len(buckets)) if other != index and _is(given, due, other)), None)
+        if instead is None and stage is Stage.REDUCE and self._has_other_form(given.values, index):
+            self._next[stage] = None
+            return
         parameter, element = self._at(index, offset + position)
         if instead is not None and np.any(given.values):  # buckets without any gradient look all alike
             message = f"handed over bucket {instead} where bucket {index} was due"
@@ -146,27 +149,38 @@ class Inspection:
 
     def _due_in_sum(self, index: int, _dtype: torch.dtype) -> tuple[_Values, _Values, int]:
         """A bucket of the sum of this rank's parts, padded with zeros."""
-        if self._own is None:
-            self._own = self._own_sum()
-        bucket = self._partition.buckets[index]
-        padding = np.zeros(bucket.padded - bucket.length)
-        values, magnitudes = (np.concatenate([each[bucket.start : bucket.end], padding]) for each in self._own)
+        parts = self._own_parts(index)
         exact = self._scenario.values.domain is not Domain.GENERAL
-        return values, magnitudes * (0.0 if exact else _RELATIVE), 0
+        return parts.sum(axis=0), np.abs(parts).sum(axis=0) * (0.0 if exact else _RELATIVE), 0
 
-    def _own_sum(self) -> tuple[_Values, _Values]:
-        """This rank's parts added, and their magnitudes, over all elements."""
-        total, magnitude = np.zeros(self._scenario.numel), np.zeros(self._scenario.numel)
-        plan = self._plan
+    def _has_other_form(self, given: _Values, index: int) -> bool:
+        """Whether it is a mean over ranks or parts or both (as good a contribution, or a mistake of all ranks), or one
+        part alone."""
+        parts = self._own_parts(index)
+        world, number = self._scenario.world, len(parts)
+        forms = [*parts, *(parts.sum(axis=0) / count for count in (world, number, world * number) if count > 1)]
+        # Twice the rounding of bf16: a mean may well be taken in the parameters' own dtype. Zeros have no form.
+        return any(np.any(form) and _first_difference(given, form, np.abs(form) * 2.0**-7) is None for form in forms)
+
+    def _own_parts(self, index: int) -> _Values:
+        """A bucket of each of this rank's parts, padded with zeros: ``[parts, padded length]``."""
+        if self._parts is None:
+            number = 0 if self._plan is None else len(self._plan.parts)
+            self._parts = np.stack([self._own_part(part) for part in range(number)])
+        bucket = self._partition.buckets[index]
+        return np.pad(self._parts[:, bucket.start : bucket.end], ((0, 0), (0, bucket.padded - bucket.length)))
+
+    def _own_part(self, part: int) -> _Values:
+        """What this rank has in a part, over all elements."""
+        whole = np.zeros(self._scenario.numel)
         start = 0
         for index, parameter in enumerate(self._scenario.parameters):
-            for part in range(len(plan.parts)) if plan is not None else ():
-                values = contributions.contribution(self._scenario, plan, self._rank, part, index)  # type: ignore[arg-type]
+            if self._plan is not None:
+                values = contributions.contribution(self._scenario, self._plan, self._rank, part, index)
                 if values is not None:
-                    total[start : start + parameter.numel] += values
-                    magnitude[start : start + parameter.numel] += np.abs(values)
+                    whole[start : start + parameter.numel] = values
             start += parameter.numel
-        return total, magnitude
+        return whole
 
     def _due_in_gather(self, index: int, dtype: torch.dtype) -> tuple[_Values, _Values, int]:
         """This rank's piece of a bucket of the master weights, rounded; what is in its padding is free (nan)."""

@@ -107,7 +107,7 @@ class Trail:
         self._append(_encode(_Call(collective)))
 
     def move(self) -> None:
-        """The rank gets on in what is not told: a collective that is not compared."""
+        """The rank makes progress in what is not told: a call into the subject, a collective that is not compared."""
         self._append(_MOVED)
 
     def hit(self, fault: int) -> None:

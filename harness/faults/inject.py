@@ -150,8 +150,8 @@ def _strike(fault: Fault) -> None:
 
 def _end_by_signal(number: int) -> None:
     if number not in _TOLD_BY_FAULTHANDLER:
-        # Handled or ignored in every Python process: SIGINT, SIGPIPE, SIGXFSZ; here also SIGUSR1. Not by
-        # signal.signal(), which only the main thread may call.
+        # Handled or ignored in every Python process: SIGINT, SIGPIPE, SIGXFSZ. Not by signal.signal(), which only the
+        # main thread may call.
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         libc.signal.restype = ctypes.c_void_p

@@ -110,6 +110,32 @@ def test_a_norm_that_is_not_of_this_shard_is_noted(inspection: Inspection) -> No
     assert [note.stage for note in inspection.found] == [Stage.NORM]
 
 
+@pytest.mark.parametrize("count", [WORLD, 2, 2 * WORLD])
+def test_a_mean_is_not_judged(inspection: Inspection, count: int) -> None:
+    """All ranks may take it, and then one without gradients would look as if it alone were right."""
+    inspection.called(Stage.REDUCE, "reduce_scatter", own(0) / count)
+
+    assert inspection.found == []
+
+
+def test_one_part_alone_is_not_judged(inspection: Inspection) -> None:
+    plan = next(steps(SCENARIO))
+    last = [contributions.contribution(SCENARIO, plan, RANK, 1, parameter) for parameter in range(2)]
+    part = torch.from_numpy(np.concatenate([values for values in last if values is not None])[6:12])
+    assert not torch.equal(part, own(1))
+    for bucket in (own(0), part, own(0)):  # nor what follows
+        inspection.called(Stage.REDUCE, "reduce_scatter", bucket)
+
+    assert inspection.found == []
+
+
+def test_zeros_for_gradients_are_a_mistake_in_any_form(inspection: Inspection) -> None:
+    """Also where one part has no gradient in that bucket."""
+    inspection.called(Stage.REDUCE, "reduce_scatter", torch.zeros(6))
+
+    assert [note.bucket for note in inspection.found] == [0]
+
+
 def test_another_layout_is_not_judged(inspection: Inspection) -> None:
     inspection.called(Stage.REDUCE, "reduce_scatter", torch.zeros(18))
     inspection.called(Stage.REDUCE, "reduce_scatter", torch.zeros(6))
