@@ -30,7 +30,7 @@ from harness.doctor.messages import (
 )
 from harness.errors import exception_text, one_line
 from harness.launch.rank import RankContext
-from harness.oracles import order
+from harness.oracles import order, probing
 from harness.oracles.compare import compare_bits, digest
 from harness.oracles.order import Dtype, Rounding
 
@@ -103,7 +103,7 @@ def measure_order(context: RankContext, task: MeasureOrder) -> OrderReport:
                 held=held,
                 predicted=found.predicted,
                 no_tree=found.no_tree,
-                probes=len(order.pairs(context.world)),
+                probes=len(probing.pairs(context.world)),
                 sums_wrong=_differing(wanted, summed),
                 order_shows=_differing(wanted, naive),
             )
@@ -128,9 +128,9 @@ def _reveal(context: RankContext, kind: str, dtype: Dtype, num_elements: int) ->
     """The trees of the elements this rank holds, and where these start."""
     sums = {}
     start = 0
-    for pair in order.pairs(context.world):
+    for pair in probing.pairs(context.world):
         contribution = torch.full(
-            (num_elements,), order.probe(pair, context.rank), dtype=_DTYPES[cast(Rounding, dtype)]
+            (num_elements,), probing.probe(pair, context.rank), dtype=_DTYPES[cast(Rounding, dtype)]
         )
         start, values = _call(kind, contribution, context)
         sums[pair] = values.to(torch.float32).numpy()

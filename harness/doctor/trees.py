@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.oracles import order
-from harness.oracles.order import Order, Pair, Tree
+from harness.oracles import probing
+from harness.oracles.order import Order, Tree
+from harness.oracles.probing import Pair
 
 
 class Revealed(NamedTuple):
@@ -33,7 +34,7 @@ def reveal(sums: Mapping[Pair, NDArray[np.float32]], world: int) -> Revealed:
     Neighbours mostly have the same tree, so that one element of each run is enough, whatever the length; and an
     element without a tree does not hide those of the others.
     """
-    wanted = order.pairs(world)
+    wanted = probing.pairs(world)
     stacked = np.stack([sums[pair] for pair in wanted])
     num_elements = stacked.shape[1]
     if num_elements == 0:
@@ -44,7 +45,7 @@ def reveal(sums: Mapping[Pair, NDArray[np.float32]], world: int) -> Revealed:
     trees: list[Tree | None] = []
     for column in columns.T:
         values = np.ascontiguousarray(column).view(np.float32)
-        found = order.reveal({pair: values[index : index + 1] for index, pair in enumerate(wanted)}, world)
+        found = probing.reveal({pair: values[index : index + 1] for index, pair in enumerate(wanted)}, world)
         trees.append(None if found is None else found.trees[0])
     labels = np.repeat(of_run.reshape(-1), np.diff(np.append(starts, num_elements)))
     return Revealed(tuple(trees), labels.astype(np.intp))
@@ -52,11 +53,11 @@ def reveal(sums: Mapping[Pair, NDArray[np.float32]], world: int) -> Revealed:
 
 def score(revealed: Revealed, rule: Order) -> Score:
     """How many elements were added as ``rule`` says; the two summands of an addition may be swapped."""
-    shapes = [order.subtree_sizes(tree) for tree in rule.trees]
+    shapes = [probing.subtree_sizes(tree) for tree in rule.trees]
     equal = np.zeros((len(revealed.trees), len(shapes)), np.bool_)
     for row, tree in enumerate(revealed.trees):
         if tree is not None:
-            sizes = order.subtree_sizes(tree)
+            sizes = probing.subtree_sizes(tree)
             equal[row] = [sizes == shape for shape in shapes]
     treeless = np.array([tree is None for tree in revealed.trees], np.bool_)
     return Score(

@@ -15,15 +15,18 @@ from torch import Tensor
 from harness.drive.parameters import ComputeWeights
 from harness.drive.shard import ShardMap
 from harness.launch.rank import RankContext
-from harness.oracles import order as orders
+from harness.oracles import probing
 from harness.oracles.contributions import Nesting
-from harness.oracles.order import Order
+from harness.oracles.order import Order, Rule, gloo
 from harness.oracles.prediction import Call, predict, summing_calls
 from harness.scenario.model import Scenario, StepPlan
+from harness.scenario.partition import Partition
 from harness.verdict import Collective
 
 # Above this many elements no separate instance is built: it would take as much memory as the subject itself.
 MAX_PROBED = 2**21
+# Nor for more ranks: their pairs are 496, and each is a step of its own.
+MAX_PROBED_WORLD = 32
 
 
 class Summation(NamedTuple):
@@ -33,13 +36,24 @@ class Summation(NamedTuple):
     nesting: Nesting
 
 
-class Summations:
-    """Candidates for the order in which one subject adds, most likely first. One for each scenario."""
+Predictions = dict[tuple[frozenset[Call], Partition], Order]
+"""By the summing calls of a step, and the layout."""
 
-    def __init__(self, scenario: Scenario, shard: ShardMap) -> None:
+
+class Summations:
+    """Candidates for the order in which one subject adds, most likely first. One for each scenario.
+
+    ``rule``: how the backend adds. ``predictions``: what was predicted already, for other ranks of this scenario; is
+    added to.
+    """
+
+    def __init__(
+        self, scenario: Scenario, shard: ShardMap, rule: Rule = gloo, predictions: Predictions | None = None
+    ) -> None:
         self._scenario = scenario
         self._shard = shard
-        self._predicted: dict[frozenset[Call], Order] = {}
+        self._rule = rule
+        self._predictions: Predictions = {} if predictions is None else predictions
         self._revealed: dict[tuple[bool, ...], Order | None] = {}
         self._explained: Summation | None = None
 
@@ -65,9 +79,10 @@ class Summations:
 
     def predicted(self, calls: frozenset[Call]) -> Summation:
         """What the calls alone say: each rank adds its parts, then the ranks are added."""
-        order = self._predicted.get(calls)
+        key = calls, self._shard.partition
+        order = self._predictions.get(key)
         if order is None:
-            order = self._predicted[calls] = predict(calls, self._shard.partition)
+            order = self._predictions[key] = predict(calls, self._shard.partition, self._rule)
         return Summation(order, Nesting.PARTS_INSIDE)
 
     def explained_by(self, summation: Summation) -> None:
@@ -77,7 +92,8 @@ class Summations:
     def _reveal(self, plan: StepPlan, probe: Callable[[], Order | None]) -> Order | None:
         way = tuple(part.more for part in plan.parts)  # held and spilled gradients may be added in different ways
         if way not in self._revealed:
-            self._revealed[way] = probe() if self._scenario.numel <= MAX_PROBED else None
+            affordable = self._scenario.numel <= MAX_PROBED and self._scenario.world <= MAX_PROBED_WORLD
+            self._revealed[way] = probe() if affordable else None
         return self._revealed[way]
 
 
@@ -126,15 +142,15 @@ class Prober:
                 return None
             if first:
                 self._reduced(plan, 1.0)  # some do their first step in a way of its own
-            shards = [self._reduced(plan, orders.probe(pair, self._context.rank)) for pair in orders.pairs(world)]
+            shards = [self._reduced(plan, probing.probe(pair, self._context.rank)) for pair in probing.pairs(world)]
             own = torch.stack(shards)
             gathered = [torch.empty_like(own) for _ in range(world)]
             torch.distributed.all_gather(gathered, own)
         sums = {}
-        for number, pair in enumerate(orders.pairs(world)):
+        for number, pair in enumerate(probing.pairs(world)):
             whole = self._shard.flat([of_rank[number] for of_rank in gathered])
             sums[pair] = whole.cpu().numpy()
-        return orders.reveal(sums, world)
+        return probing.reveal(sums, world)
 
     def _built(self) -> bool:
         """Whether there is an instance on every rank: some classes allow one in a process."""

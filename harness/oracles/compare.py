@@ -108,6 +108,14 @@ def raw(tensor: Tensor, start: int, length: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr() + size * start, size * length)
 
 
+def flat_bytes(tensors: Sequence[Tensor]) -> bytes | None:
+    """A copy of the bytes of some tensors, end to end; None where they are not :func:`dense`, or not :data:`FEW`."""
+    numels = [tensor.numel() for tensor in tensors]
+    if sum(numels) > FEW or not all(dense(tensor, numel) for tensor, numel in zip(tensors, numels, strict=True)):
+        return None
+    return b"".join([raw(tensor, 0, numel) for tensor, numel in zip(tensors, numels, strict=True)])
+
+
 def same_bytes(one: Tensor, one_start: int, other: Tensor, other_start: int, length: int) -> bool:
     """Whether some elements of two :func:`dense` tensors of one dtype, which must have them, have the same bytes."""
     size = one.element_size()

@@ -1,28 +1,23 @@
-"""In which order a sum over ranks is added: the rule for gloo, and how any order is found out by probing. numpy only.
+"""In which order a sum over ranks is added: the rule for gloo, other rules by name, and adding. numpy only.
 
 A :data:`Tree` says how the contributions to one element are added; an :class:`Order` gives each element its tree. The
-reference adds in the order of the backend (:func:`add`), so that sums that round can be compared bit for bit.
+reference adds in the order of the backend (:func:`add`), so that sums that round can be compared bit for bit. A
+simulated world may add in other orders than gloo: :func:`rule` names them. Nothing here recurses, so trees may be deep.
 
 [Note: gloo]
-Measured with torch 2.13 on fp32, fp64, bf16 and fp16, at worlds 2 to 5 and lengths from 1 to 2**23; ``harness doctor``
+Measured with torch 2.13 on fp32, fp64, bf16 and fp16, at worlds 2 to 8 and lengths from 1 to 2**23; ``harness doctor``
 measures it again. ``all_reduce``, ``reduce`` and ``reduce_scatter_tensor`` add around a ring over W chunks of the
 call's elements: chunk c starts with rank c - 1, to which c - 2, c - 3, …, c are added (modulo W). A chunk has
 ``S * ceil(n / (S W))`` of the n elements, with ``S = max(2, ceil(bytes / (W 2**20)))`` segments of at most 1 MiB;
 ``reduce`` cuts full segments of 1 MiB instead where there are more than two. ``reduce_scatter`` with a list adds each
 of its pieces like an ``all_reduce`` of that length. Each addition is rounded to the dtype of the call.
-
-[Note: probing]
-Rank i contributes M = 2**120, rank j -M, all others 1.0. A contribution that is added before the two have met is
-absorbed (1.0 is far below the last place of M), all later ones count: the sum is W less the number of ranks in the
-smallest subtree that holds both. All pairs reveal the tree, element by element. (Xie, Gao, Fan, Li: "FPRev: Revealing
-the Order of Floating-Point Summation", 2024.)
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,13 +26,9 @@ from numpy.typing import NDArray
 Tree = int | tuple["Tree", "Tree"]
 """A rank (its index in the group), or the sum of two trees."""
 
-Pair = tuple[int, int]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Rounding = Literal["fp32", "bf16", "fp16"]
-_ITEMSIZE: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-PROBE = 2.0**120
-"""What a probe cancels: exact in bf16 and fp32, and 1.0 is below the last place even of fp64."""
+_ITEMSIZE: Mapping[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 _SEGMENT_BYTES = 2**20
 SUMMING_KINDS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
@@ -50,6 +41,11 @@ class Order(NamedTuple):
     trees: tuple[Tree, ...]
     labels: NDArray[np.intp]
 
+    @property
+    def runs(self) -> list[tuple[Tree, int]]:
+        """Neighbours with the same tree: ``(tree, how many elements)``."""
+        return [(self.trees[label], length) for label, length in _runs(self.labels)]
+
     def slice(self, start: int, stop: int) -> Order:
         """The order of the elements from ``start`` to ``stop``."""
         return Order(self.trees, self.labels[start:stop])
@@ -59,9 +55,7 @@ class Order(NamedTuple):
         """Equal for two orders that give every element the same sum: which summand comes first does not matter."""
         names: dict[Tree, int] = {}
         numbers = [names.setdefault(_canonical(tree), len(names)) for tree in self.trees]
-        trees = list(names)
-        labels = np.array(numbers, np.intp)[self.labels]
-        return tuple((trees[label], length) for label, length in _runs(labels))
+        return tuple(Order(tuple(names), np.array(numbers, np.intp)[self.labels]).runs)
 
 
 def fold(ranks: Sequence[int]) -> Tree:
@@ -138,7 +132,75 @@ def _ceil(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
+# --- rules by name ----------------------------------------------------------------------------------------------------
+
+Rule = Callable[[str, int, int, Dtype], Order]
+"""The order of one call, from kind, number of elements, size of its group, and dtype; like :func:`gloo`."""
+
+RULES = ("ring", "rank", "tree", "random")
+_MOST_RUNS = 4
+
+
+def rule(name: str, seed: int = 0) -> Rule:
+    """How the backend of that name's order adds.
+
+    Args:
+        name: ``ring`` is :func:`gloo`; ``rank`` adds in rank order; ``tree`` in a balanced binary tree; ``random`` in
+            another tree for each of a few runs of elements, whatever the dtype.
+        seed: Of ``random``, which is a function of it and of the call's kind, elements and group size alone.
+
+    Raises:
+        ValueError: There is no such rule.
+    """
+    if name == "ring":
+        return gloo
+    if name == "rank":
+        return lambda kind, num_elements, group_size, dtype: in_rank_order(group_size, num_elements)
+    if name == "tree":
+        return lambda kind, num_elements, group_size, dtype: uniform(balanced(group_size), num_elements)
+    if name == "random":
+        return lambda kind, num_elements, group_size, dtype: _at_random(seed, kind, num_elements, group_size)
+    raise ValueError(f"no order of addition is named {name!r}; known are {', '.join(RULES)}")
+
+
+def balanced(group_size: int) -> Tree:
+    """Neighbours are added, then neighbouring sums, and so on; a last one without a neighbour waits for its turn."""
+    nodes: list[Tree] = list(range(group_size))
+    while len(nodes) > 1:
+        paired: list[Tree] = list(zip(nodes[::2], nodes[1::2], strict=False))
+        nodes = paired + nodes[len(paired) * 2 :]
+    return nodes[0]
+
+
+def _at_random(seed: int, kind: str, num_elements: int, group_size: int) -> Order:
+    starts, trees = _random_runs(seed, kind, num_elements, group_size)
+    labels = np.zeros(num_elements, np.intp)
+    for start in starts:
+        labels[start:] += 1
+    return Order(trees, labels)
+
+
+@functools.lru_cache(maxsize=128)  # all ranks of a simulated world ask for the same
+def _random_runs(seed: int, kind: str, num_elements: int, group_size: int) -> tuple[tuple[int, ...], tuple[Tree, ...]]:
+    """Where all runs but the first start, and the tree of each."""
+    rng = random.Random(f"{seed} {kind} {num_elements} {group_size}")
+    starts = sorted(rng.randint(0, num_elements) for _ in range(rng.randrange(_MOST_RUNS)))
+    return tuple(starts), tuple(_random_tree(rng, group_size) for _ in range(len(starts) + 1))
+
+
+def _random_tree(rng: random.Random, group_size: int) -> Tree:
+    """Any two sums are added next, until one is left."""
+    nodes: list[Tree] = list(range(group_size))
+    while len(nodes) > 1:
+        left = nodes.pop(rng.randrange(len(nodes)))
+        right = nodes.pop(rng.randrange(len(nodes)))
+        nodes.append((left, right))
+    return nodes[0]
+
+
 # --- adding -----------------------------------------------------------------------------------------------------------
+
+_SHORT_CHUNK = 100  # elements; from here on a ring's chunks one after the other cost less
 
 
 def add(order: Order, rows: Sequence[NDArray[np.float32]], rounding: Rounding = "fp32") -> NDArray[np.float32]:
@@ -150,36 +212,48 @@ def add(order: Order, rows: Sequence[NDArray[np.float32]], rounding: Rounding = 
     Raises:
         ValueError: a row has another length than the order.
     """
-    if any(row.shape != order.labels.shape for row in rows):
+    labels = order.labels
+    if any(row.shape != labels.shape for row in rows):
         shapes = sorted({row.shape for row in rows})
-        raise ValueError(f"rows of shapes {shapes} cannot be added in an order of {order.labels.size} elements")
-    result = np.empty(order.labels.size, np.float32)
+        raise ValueError(f"rows of shapes {shapes} cannot be added in an order of {labels.size} elements")
+    result = np.empty(labels.size, np.float32)
     rounded = _ROUNDED[rounding]
+    group_size = len(rows)
     with np.errstate(over="ignore", invalid="ignore"):
+        if len(order.trees) == group_size > labels.size / _SHORT_CHUNK and order.trees == ring(group_size):
+            return _around_the_ring(labels, np.stack(rows), rounded)
         for label, tree in enumerate(order.trees):
             where: NDArray[np.intp] | slice = slice(None)
             if len(order.trees) > 1:
-                where = np.flatnonzero(order.labels == label)
+                where = np.flatnonzero(labels == label)
                 if not where.size:
                     continue
             result[where] = _evaluate(tree, [row[where] for row in rows], rounded)
     return result
 
 
-def _evaluate(
-    tree: Tree, rows: Sequence[NDArray[np.float32]], rounded: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-) -> NDArray[np.float32]:
-    if isinstance(tree, int):
-        return rows[tree]
-    # Down the long side without recursion: a fold over 256 ranks is 255 levels deep.
-    pending: list[Tree] = []
-    while not isinstance(tree, int):
-        tree, right = tree
-        pending.append(right)
-    total = rows[tree]
-    for right in reversed(pending):
-        total = rounded(total + _evaluate(right, rows, rounded))
+_Rounded = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+def _around_the_ring(labels: NDArray[np.intp], rows: NDArray[np.float32], rounded: _Rounded) -> NDArray[np.float32]:
+    """All chunks at once: one by one they are as many small additions as the square of the ranks."""
+    group_size, num_elements = rows.shape
+    places = np.arange(num_elements)
+    total: NDArray[np.float32] = rows[(labels - 1) % group_size, places]
+    for hop in range(2, group_size + 1):
+        total = rounded(total + rows[(labels - hop) % group_size, places])
     return total
+
+
+def _evaluate(tree: Tree, rows: Sequence[NDArray[np.float32]], rounded: _Rounded) -> NDArray[np.float32]:
+    stack: list[NDArray[np.float32]] = []
+    for node in bottom_up(tree):
+        if isinstance(node, int):
+            stack.append(rows[node])
+        else:
+            right = stack.pop()
+            stack[-1] = rounded(stack[-1] + right)
+    return stack[0]
 
 
 def round_bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -197,86 +271,32 @@ _ROUNDED: Mapping[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
 }
 
 
-# --- probing ----------------------------------------------------------------------------------------------------------
+# --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def pairs(world: int) -> list[Pair]:
-    """The probes that reveal the order of a sum over ``world`` contributions."""
-    return list(itertools.combinations(range(world), 2))
-
-
-def probe(pair: Pair, rank: int) -> float:
-    """What ``rank`` contributes to every element in the probe ``pair``."""
-    return PROBE if rank == pair[0] else -PROBE if rank == pair[1] else 1.0
-
-
-def reveal(sums: Mapping[Pair, NDArray[np.float32]], world: int) -> Order | None:
-    """The order behind the sums of all probes, fp32 ``[n]`` each; None when some element's sums fit no tree.
-
-    A sum that was rounded otherwise than after each addition of two (kept exactly, say) fits no tree either.
-    """
-    if world == 1:
-        raise ValueError("a sum over one rank has no order")
-    wanted = pairs(world)
-    sizes = np.stack([world - sums[pair].astype(np.float64) for pair in wanted], axis=1)
-    if not ((sizes >= 2) & (sizes <= world) & (sizes == np.floor(sizes))).all():
-        return None
-    # As bytes: numpy finds the different rows of a matrix twenty times as slowly as the different entries of a vector.
-    rows = np.ascontiguousarray(sizes.astype(np.uint16))
-    packed = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).reshape(-1)
-    _, first, labels = np.unique(packed, return_index=True, return_inverse=True)
-    trees = []
-    for row in rows[first]:
-        size = {pair: int(value) for pair, value in zip(wanted, row, strict=True)}
-        tree = _tree(list(range(world)), size)
-        if tree is None or subtree_sizes(tree) != size:
-            return None
-        trees.append(tree)
-    return Order(tuple(trees), labels.reshape(-1).astype(np.intp))
-
-
-def subtree_sizes(tree: Tree) -> dict[Pair, int]:
-    """For each pair of a tree's ranks, how many ranks the smallest subtree that holds both has."""
-    sizes: dict[Pair, int] = {}
-
-    def visit(node: Tree) -> list[int]:
-        if isinstance(node, int):
-            return [node]
-        left, right = visit(node[0]), visit(node[1])
-        for one, other in itertools.product(left, right):
-            sizes[min(one, other), max(one, other)] = len(left) + len(right)
-        return left + right
-
-    visit(tree)
-    return sizes
+def bottom_up(tree: Tree) -> Iterator[Tree]:
+    """All nodes, left before right, and each sum directly after its right side: as a machine with a stack adds."""
+    pending: list[tuple[Tree, bool]] = [(tree, False)]
+    while pending:
+        node, below_done = pending.pop()
+        if below_done or isinstance(node, int):
+            yield node
+        else:
+            pending += [(node, True), (node[1], False), (node[0], False)]
 
 
 def _canonical(tree: Tree) -> Tree:
     """The same sum with the smallest rank's side first everywhere."""
-    if isinstance(tree, int):
-        return tree
-    left, right = _canonical(tree[0]), _canonical(tree[1])
-    return (left, right) if _smallest(left) < _smallest(right) else (right, left)
-
-
-def _smallest(tree: Tree) -> int:
-    """The smallest rank of a canonical tree: it is on the first side of every sum."""
-    while not isinstance(tree, int):
-        tree = tree[0]
-    return tree
-
-
-def _tree(ranks: list[int], size: Mapping[Pair, int]) -> Tree | None:
-    """The tree over some ranks: two are on one side of its root when the smallest subtree with both is smaller."""
-    if len(ranks) == 1:
-        return ranks[0]
-    first = ranks[0]
-    near = [rank for rank in ranks if rank == first or size[first, rank] < len(ranks)]
-    far = [rank for rank in ranks if rank not in near]
-    if not far:
-        return None
-    left, right = _tree(near, size), _tree(far, size)
-    return None if left is None or right is None else (left, right)
+    stack: list[tuple[int, Tree]] = []  # each with its smallest rank
+    for node in bottom_up(tree):
+        if isinstance(node, int):
+            stack.append((node, node))
+            continue
+        right, left = stack.pop(), stack.pop()
+        if right[0] < left[0]:
+            left, right = right, left
+        stack.append((left[0], (left[1], right[1])))
+    return stack[0][1]
 
 
 def _runs(labels: NDArray[np.intp]) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.oracles.order import Order, gloo, in_rank_order, joined
+from harness.oracles.order import Order, Rule, gloo, in_rank_order, joined
 from harness.scenario.partition import Bucket, Partition
 from harness.verdict import Collective
 
@@ -26,24 +26,24 @@ def summing_calls(collectives: Sequence[Collective], world: int) -> frozenset[Ca
     )
 
 
-def predict(calls: frozenset[Call], partition: Partition) -> Order:
-    """The order in which each flat element's ranks were added, ``[numel]``, if gloo's rule and the calls explain it.
+def predict(calls: frozenset[Call], partition: Partition, rule: Rule = gloo) -> Order:
+    """The order in which each flat element's ranks were added, ``[numel]``, if the backend's rule and the calls tell.
 
     A bucket is taken to have been summed by one call of its length, or by one ``reduce`` for each piece. Where no call
     fits, and where there are none (pieces exchanged and added locally), rank order is assumed. Whether the prediction
     is right only a comparison shows.
     """
     buckets = sorted(partition.buckets)
-    return joined([_of_bucket(calls, bucket, partition.world).slice(0, bucket.length) for bucket in buckets])
+    return joined([_of_bucket(calls, bucket, partition.world, rule).slice(0, bucket.length) for bucket in buckets])
 
 
-def _of_bucket(calls: frozenset[Call], bucket: Bucket, world: int) -> Order:
+def _of_bucket(calls: frozenset[Call], bucket: Bucket, world: int, rule: Rule) -> Order:
     """Of the bucket's elements, and maybe of the padding behind them."""
     for length in (bucket.padded, bucket.length):
         for kind in _WHOLE:
             if (kind, length) in calls and (kind == "all_reduce" or length % world == 0):
-                return gloo(kind, length, world)
+                return rule(kind, length, world, "fp32")
     piece = bucket.padded // world
     if ("reduce", piece) in calls:
-        return joined([gloo("reduce", piece, world)] * world)
+        return joined([rule("reduce", piece, world, "fp32")] * world)
     return in_rank_order(world, bucket.length)

@@ -7,13 +7,18 @@ on the machine at hand); every variant for which that does not hold is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from harness.oracles.bounds import SquaredNorm, squared_norm
+from harness.oracles.compare import flat_bytes
 from harness.scenario.model import AdamW
+
+T = TypeVar("T")
 
 _REFUSED = {
     "fused": "its vector tail rounds unlike its body, so the bits depend on where an element lies in the vector",
@@ -63,8 +68,34 @@ class UnshardedTrainer:
         """Start from the compute weights ``initial`` (copied): each master is its weight in fp32."""
         self.weights = [weight.detach().to(device, copy=True) for weight in initial]
         self.num_steps = 0
+        self._settings = settings
         self._masters = [torch.nn.Parameter(weight.to(torch.float32, copy=True)) for weight in self.weights]
         self._optimizer = build_adamw(self._masters, settings)
+        self._gradients: list[Tensor] = []
+        self._known: dict[str, Any] = {}
+
+    def fork(self, *, gradients: bool = False, weights: bool = False, state: bool = False) -> UnshardedTrainer:
+        """Another trainer at the same point; what is not asked for as a copy belongs to both.
+
+        Args:
+            gradients: Copy the gradients: :meth:`scale_gradients` may be called.
+            weights: Copy the compute weights: :meth:`gather` may be called.
+            state: Copy masters and moments: :meth:`step` may be called.
+        """
+        other = copy.copy(self)
+        other._known = {}
+        if gradients:
+            other._gradients = [gradient.clone() for gradient in self.gradients]
+        if weights:
+            other.weights = [weight.clone() for weight in self.weights]
+        if state:
+            other._masters = [torch.nn.Parameter(master.detach().clone()) for master in self._masters]
+            other._optimizer = build_adamw(other._masters, self._settings)
+            for old, new in zip(self._masters, other._masters, strict=True):
+                held = self._optimizer.state.get(old)
+                if held:
+                    other._optimizer.state[new] = {name: value.clone() for name, value in held.items()}
+        return other
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Give every parameter its reduced gradient: fp32, the parameter's shape, on the trainer's device.
@@ -76,6 +107,7 @@ class UnshardedTrainer:
         """
         if len(gradients) != len(self._masters):
             raise ValueError(f"{len(gradients)} gradients for {len(self._masters)} parameters")
+        taken = []
         for index, (master, gradient) in enumerate(zip(self._masters, gradients, strict=True)):
             if gradient is None:
                 gradient = torch.zeros_like(master)
@@ -84,16 +116,26 @@ class UnshardedTrainer:
                     f"gradient {index} is {gradient.dtype} {list(gradient.shape)} on {gradient.device}, "
                     f"expected torch.float32 {list(master.shape)} on {master.device}"
                 )
-            master.grad = gradient
+            taken.append(gradient)
+        self._gradients = taken
+        self._known = {}
 
     def scale_gradients(self, coefficient: float) -> None:
         """Multiply all gradients by ``coefficient`` in fp32, in place: what clipping does to a shard."""
         for gradient in self.gradients:
             gradient.mul_(coefficient)
+        self._known = {}
 
     def squared_norm(self) -> SquaredNorm:
         """Squared L2 norm of the gradients as they are now, with its error bound."""
-        return squared_norm([gradient.cpu().numpy() for gradient in self.gradients])
+        return self.once("squared norm", lambda: squared_norm([each.cpu().numpy() for each in self.gradients]))
+
+    def once(self, what: str, work_out: Callable[[], T]) -> T:
+        """What ``work_out`` gives, worked out once between two changes of this trainer."""
+        if what not in self._known:
+            self._known[what] = work_out()
+        known: T = self._known[what]
+        return known
 
     def step(self) -> None:
         """One AdamW step of every parameter from its gradient, which is dropped.
@@ -101,33 +143,55 @@ class UnshardedTrainer:
         Raises:
             RuntimeError: no gradients were set since the last step.
         """
-        _ = self.gradients  # raises: a parameter without gradient would be skipped in silence
+        for master, gradient in zip(self._masters, self.gradients, strict=True):
+            master.grad = gradient
+        self._gradients = []
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for master in self._masters:
+            master.grad = None
+        self._known = {}
         self.num_steps += 1
 
     def gather(self) -> None:
         """Round the masters to the compute weights."""
         for weight, master in zip(self.weights, self._masters, strict=True):
             weight.copy_(master.detach())
+        self._known = {}
 
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients set for this step, fp32, by parameter; raises RuntimeError when there are none."""
-        gradients = [master.grad for master in self._masters if master.grad is not None]
-        if len(gradients) != len(self._masters):
+        if not self._gradients:
             raise RuntimeError("the reference has no gradients: call set_gradients() first")
-        return gradients
+        return self._gradients
 
     def master(self, parameter: int) -> Tensor:
         """The fp32 master of one parameter, in its shape; not a copy."""
         return self._masters[parameter].detach()
 
-    def state(self) -> list[Tensor]:
-        """All tensors of the optimizer's state: moments and step counters of every parameter; none before a step."""
-        return [
-            value for state in self._optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-        ]
+    def tensors(self) -> list[Tensor]:
+        """Everything this trainer keeps alive: weights, masters, gradients, the optimizer's state."""
+        states = self._optimizer.state.values()
+        state = [value for held in states for value in held.values() if isinstance(value, Tensor)]
+        return [*self.weights, *self._masters, *self._gradients, *state]
+
+    def flat_master(self) -> bytes | None:
+        """The bytes of all masters, end to end; None where they are too many for that, or not on a CPU."""
+        return self._flat("master", lambda: [master.detach() for master in self._masters])
+
+    def flat_gradient(self) -> bytes | None:
+        """The same of the gradients."""
+        return self._flat("gradient", lambda: self.gradients)
+
+    def flat_moments(self) -> tuple[bytes, bytes] | None:
+        """The same of ``exp_avg`` and ``exp_avg_sq``."""
+        indices = range(len(self._masters))
+        first = self._flat("exp_avg", lambda: [self.moments(index)[0] for index in indices])
+        second = self._flat("exp_avg_sq", lambda: [self.moments(index)[1] for index in indices])
+        return None if first is None or second is None else (first, second)
+
+    def _flat(self, what: str, tensors: Callable[[], Sequence[Tensor]]) -> bytes | None:
+        return self.once(what, lambda: flat_bytes(tensors()))
 
     def moments(self, parameter: int) -> tuple[Tensor, Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of one parameter, fp32, in its shape; not copies.

@@ -51,15 +51,26 @@ def differences(logs: Sequence[Log], implied: Implied | None = None) -> tuple[li
         return [], len(keys[0]) if world > 1 else 0
     found = []
     num_compared = 0
+    # In a large world most pairs are like one that was compared before: equal logs, over the same groups.
+    alike = [(tuple(key), log.whole) for key, log in zip(keys, logs, strict=True)]
+    numbers = {log: number for number, log in enumerate(dict.fromkeys(alike))}
+    number_of = [numbers[log] for log in alike]
+    members = {call.group: frozenset(call.group) for log in logs for call in log.calls}
+    groups_of = {number: {call.group for call in logs[number_of.index(number)].calls} for number in numbers.values()}
+    known: dict[tuple[int, int, frozenset[tuple[int, ...]]], tuple[int, Divergence | None]] = {}
     for one in range(world):
         for other in range(one + 1, world):
-            groups = {
-                call.group for log in (logs[one], logs[other]) for call in log.calls if {one, other} <= set(call.group)
-            }
-            compared, position = _first_difference(logs, one, other, groups)
+            pair = number_of[one], number_of[other]
+            either = groups_of[pair[0]] | groups_of[pair[1]]
+            groups = frozenset(group for group in either if one in members[group] and other in members[group])
+            if (*pair, groups) not in known:
+                compared, position = _first_difference(logs, one, other, groups)
+                comparison = None if position is None else _Comparison(logs, groups, position, implied)
+                known[*pair, groups] = compared, None if comparison is None else comparison.divergence()
+            compared, divergence = known[*pair, groups]
             num_compared += compared
-            if position is not None:
-                found.append(_Comparison(logs, groups, position, implied).divergence())
+            if divergence is not None:
+                found.append(divergence)
     return found, num_compared
 
 
@@ -76,9 +87,14 @@ def name(call: Collective, world: int) -> str:
     return text if call.group == tuple(range(world)) else f"{text} among {ranks_text(call.group)}"
 
 
+_MAX_LISTED = 12
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    """``rank 1``, ``ranks 0, 2``; of very many the first, and how many more."""
+    listed = ", ".join(map(str, ranks[:_MAX_LISTED]))
+    more = f" and {len(ranks) - _MAX_LISTED} more" if len(ranks) > _MAX_LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
 
 
 def ordinal(number: int) -> str:
@@ -262,7 +278,10 @@ class _Comparison:
         if _when(call) > _when(other):
             return f"{rank} skipped that collective and went on to stage {call.stage}{_of_step(call, other)}"
         if _when(call) < _when(other):
-            return f"{rank} called one too many in stage {call.stage}"
+            # Only a layout says how many there should be; else it is its word against that of the others.
+            known = self.implied is not None and self.implied(call.step, call.stage) is not None
+            doubt = "" if known else ", unless the others left it out"
+            return f"{rank} called one too many in stage {call.stage}{doubt}"
         mine = [_key(one) for one in self._of_stage(deviant, call, self.position)]
         theirs = [_key(one) for one in self._of_stage(sound, other, self.position)]
         if mine != theirs and Counter(mine) == Counter(theirs):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.launch.rank import RankContext
-from harness.oracles import order
+from harness.oracles import order, probing
 from harness.oracles.order import Order
 
 F32 = NDArray[np.float32]
@@ -47,16 +47,16 @@ def probe(
     compared = in_rank_order = 0
     for length in lengths:
         for root in roots:
-            sums: dict[order.Pair, F32] = {}
-            for pair in order.pairs(context.world):
-                value = order.probe(pair, context.rank)
+            sums: dict[probing.Pair, F32] = {}
+            for pair in probing.pairs(context.world):
+                value = probing.probe(pair, context.rank)
                 part, sums[pair] = collective(context, kind, torch.full((length,), value, dtype=DTYPES[dtype]), root)
             expected = order.gloo(kind, length, context.world, dtype).slice(part.start, part.stop)
             if not expected.labels.size:
                 continue
             kept = sample(expected, most)
             expected = Order(expected.trees, expected.labels[kept])
-            revealed = order.reveal({pair: row[kept] for pair, row in sums.items()}, context.world)
+            revealed = probing.reveal({pair: row[kept] for pair, row in sums.items()}, context.world)
             if revealed is None:
                 wrong.append(f"{kind} of {length}, root {root}: no tree explains the sums")
                 continue
@@ -89,7 +89,7 @@ def differences(one: Order, other: Order) -> list[tuple[order.Tree, order.Tree, 
     both, numbers = np.unique(np.stack([one.labels, other.labels]), axis=1, return_counts=True)
     for (mine, its), number in zip(both.T.tolist(), numbers.tolist(), strict=True):
         # Both summands of an addition may be named first.
-        if order.subtree_sizes(one.trees[mine]) != order.subtree_sizes(other.trees[its]):
+        if probing.subtree_sizes(one.trees[mine]) != probing.subtree_sizes(other.trees[its]):
             found.append((one.trees[mine], other.trees[its], number))
     return found
 

@@ -44,7 +44,7 @@ from harness.doctor.messages import (
 )
 from harness.doctor.numerics import measure_rounding, measure_subnormals
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankReport
-from harness.oracles import order
+from harness.oracles import order, probing
 
 WORLDS = (2, 3, 4)
 
@@ -254,11 +254,11 @@ def test_only_all_elements_are_a_hundred_percent() -> None:
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def probed(rule: order.Order, world: int) -> dict[order.Pair, np.ndarray[Any, np.dtype[np.float32]]]:
+def probed(rule: order.Order, world: int) -> dict[probing.Pair, np.ndarray[Any, np.dtype[np.float32]]]:
     num_elements = rule.labels.size
     return {
-        pair: order.add(rule, [np.full(num_elements, order.probe(pair, rank), np.float32) for rank in range(world)])
-        for pair in order.pairs(world)
+        pair: order.add(rule, [np.full(num_elements, probing.probe(pair, rank), np.float32) for rank in range(world)])
+        for pair in probing.pairs(world)
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
@@ -19,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.oracles import order
-from harness.oracles.order import Order, Pair, Rounding, Tree
+from harness.oracles import order, probing
+from harness.oracles.order import Order, Rounding, Tree
+from harness.oracles.probing import Pair
 
 F32 = NDArray[np.float32]
 Unordered = int | frozenset["Unordered"]
@@ -443,11 +445,11 @@ def probed_by(world: int, given_order: Order, evaluate: Callable[[Tree, Sequence
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_probes_are_the_specifications(world: int) -> None:
-    assert order.pairs(world) == [(low, high) for low in range(world) for high in range(low + 1, world)]
-    for low, high in order.pairs(world):
+    assert probing.pairs(world) == [(low, high) for low in range(world) for high in range(low + 1, world)]
+    for low, high in probing.pairs(world):
         contributions = [1.0] * world
         contributions[low], contributions[high] = 2.0**120, -(2.0**120)
-        assert [order.probe((low, high), rank) for rank in range(world)] == contributions
+        assert [probing.probe((low, high), rank) for rank in range(world)] == contributions
 
 
 @pytest.mark.parametrize("rounding", ["fp32", "bf16"])
@@ -456,7 +458,7 @@ def test_probes_are_the_specifications(world: int) -> None:
 def test_probing_reveals_any_trees(rounding: Rounding, drawn: tuple[int, Order]) -> None:
     world, given_order = drawn
 
-    revealed = order.reveal(probed(given_order, world, rounding), world)
+    revealed = probing.reveal(probed(given_order, world, rounding), world)
 
     assert revealed is not None
     assert elements(revealed) == elements(given_order)
@@ -469,7 +471,7 @@ def test_what_was_revealed_adds_the_same_bits(drawn: tuple[int, Order]) -> None:
     world, given_order = drawn
     rows = random_rows(world, given_order.labels.size, "fp32", np.random.default_rng(world))
 
-    revealed = order.reveal(probed(given_order, world), world)
+    revealed = probing.reveal(probed(given_order, world), world)
 
     assert revealed is not None
     assert same(order.add(revealed, rows), order.add(given_order, rows))
@@ -483,14 +485,14 @@ def test_sixteen_ranks_are_revealed() -> None:
         nodes.append((nodes.pop(), nodes.pop()))
     given_order = Order((nodes[0], order.ring(16)[5]), np.array([0, 1, 0]))
 
-    revealed = order.reveal(probed(given_order, 16), 16)
+    revealed = probing.reveal(probed(given_order, 16), 16)
 
     assert revealed is not None
     assert elements(revealed) == elements(given_order)
 
 
 def test_no_elements_have_no_trees() -> None:
-    revealed = order.reveal({pair: np.zeros(0, np.float32) for pair in order.pairs(3)}, 3)
+    revealed = probing.reveal({pair: np.zeros(0, np.float32) for pair in probing.pairs(3)}, 3)
 
     assert revealed is not None
     assert revealed.labels.size == 0
@@ -498,17 +500,17 @@ def test_no_elements_have_no_trees() -> None:
 
 def test_one_rank_has_no_order_to_reveal() -> None:
     with pytest.raises(ValueError, match="a sum over one rank has no order"):
-        order.reveal({}, 1)
+        probing.reveal({}, 1)
 
 
 @pytest.mark.parametrize(("world", "num_trees"), [(2, 1), (3, 3), (4, 15)])
 def test_only_sums_of_a_tree_are_explained(world: int, num_trees: int) -> None:
     """Every combination of sums from below 0 to above what a tree can give: as many fit as there are trees."""
-    pairs = order.pairs(world)
+    pairs = probing.pairs(world)
     found = set()
     for combination in itertools.product(range(-1, world) if world < 4 else range(world - 1), repeat=len(pairs)):
         sums = {pair: np.array([value], np.float32) for pair, value in zip(pairs, combination, strict=True)}
-        revealed = order.reveal(sums, world)
+        revealed = probing.reveal(sums, world)
         if revealed is not None:
             (tree,) = elements(revealed)
             found.add(tree)
@@ -522,14 +524,14 @@ def test_only_sums_of_a_tree_are_explained(world: int, num_trees: int) -> None:
 def test_an_exact_sum_fits_no_tree(world: int) -> None:
     exact = probed_by(world, order.in_rank_order(world, 2), lambda _, values: math.fsum(values))
 
-    assert order.reveal(exact, world) is None
+    assert probing.reveal(exact, world) is None
 
 
 def test_three_summands_rounded_once_fit_no_tree() -> None:
     def three_at_once(_: Tree, values: Sequence[float]) -> float:
         return plain_sum(nearest(sum(map(Fraction, values[:3]), Fraction(0)), "fp32"), values[3], "fp32")
 
-    assert order.reveal(probed_by(4, order.in_rank_order(4, 1), three_at_once), 4) is None
+    assert probing.reveal(probed_by(4, order.in_rank_order(4, 1), three_at_once), 4) is None
 
 
 @given(orders(min_world=3), st.data())
@@ -542,19 +544,19 @@ def test_a_sum_without_or_with_twice_a_contribution_fits_no_tree(drawn: tuple[in
     def evaluate(tree: Tree, values: Sequence[float]) -> float:
         return plain(tree, [value * factor if rank == odd else value for rank, value in enumerate(values)], "fp32")
 
-    assert order.reveal(probed_by(world, given_order, evaluate), world) is None
+    assert probing.reveal(probed_by(world, given_order, evaluate), world) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5, -1.0, 100.0, 2.0**120])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_one_bad_sum_of_one_element_and_nothing_is_explained(world: int, bad: float) -> None:
     sums = probed(order.gloo("all_reduce", 12, world), world)
-    assert order.reveal(sums, world) is not None
+    assert probing.reveal(sums, world) is not None
     for pair, element in itertools.product(sums, (0, 5, 11)):
         changed = {**sums, pair: sums[pair].copy()}
         changed[pair][element] = bad
 
-        assert order.reveal(changed, world) is None
+        assert probing.reveal(changed, world) is None
 
 
 @given(st.integers(3, 8), st.integers(0, 2**32))
@@ -562,20 +564,20 @@ def test_one_bad_sum_of_one_element_and_nothing_is_explained(world: int, bad: fl
 def test_garbage_fits_no_tree(world: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
 
-    assert order.reveal({pair: rng.normal(size=4).astype(np.float32) for pair in order.pairs(world)}, world) is None
+    assert probing.reveal({pair: rng.normal(size=4).astype(np.float32) for pair in probing.pairs(world)}, world) is None
 
 
 def test_subtree_sizes_of_a_tree() -> None:
     tree: Tree = ((3, (0, 4)), (2, 1))
 
-    assert order.subtree_sizes(tree) == {
+    assert probing.subtree_sizes(tree) == {
         (0, 4): 2,
         (1, 2): 2,
         (0, 3): 3,
         (3, 4): 3,
         **{(min(pair), max(pair)): 5 for pair in itertools.product((0, 3, 4), (1, 2))},
     }
-    assert order.subtree_sizes(7) == {}
+    assert probing.subtree_sizes(7) == {}
 
 
 @given(orders())
@@ -586,12 +588,12 @@ def test_subtree_sizes_are_what_the_probes_do_not_count(drawn: tuple[int, Order]
 
     sums = probed(order.uniform(tree, 1), world)
 
-    assert order.subtree_sizes(tree) == {pair: world - row.item() for pair, row in sums.items()}
+    assert probing.subtree_sizes(tree) == {pair: world - row.item() for pair, row in sums.items()}
 
 
 def test_subtree_sizes_of_sixteen_and_of_256_ranks() -> None:
     for world in (16, 256):
-        sizes = order.subtree_sizes(order.fold(range(world)))
+        sizes = probing.subtree_sizes(order.fold(range(world)))
         assert sizes == {(low, high): high + 1 for low, high in itertools.combinations(range(world), 2)}
 
 
@@ -609,3 +611,100 @@ def test_rows_of_another_length_are_refused() -> None:
     rows = [np.zeros(3, np.float32), np.zeros(1, np.float32)]
     with pytest.raises(ValueError, match="cannot be added"):
         order.add(order.in_rank_order(2, 3), rows)
+
+
+# --- rules by name, and deep trees ------------------------------------------------------------------------------------
+
+NAMES = ("ring", "rank", "tree", "random")
+
+
+def of_rule(name: str, num_elements: int, world: int, seed: int = 0, kind: str = "all_reduce") -> Order:
+    return order.rule(name, seed)(kind, num_elements, world, "fp32")
+
+
+def test_the_rules_are_the_named_ones() -> None:
+    assert order.RULES == NAMES
+    assert order.rule("ring") is order.gloo
+    assert of_rule("rank", 5, 4).signature == order.in_rank_order(4, 5).signature
+    assert elements(of_rule("tree", 2, 4)) == [unordered(((0, 1), (2, 3)))] * 2
+    assert elements(of_rule("tree", 1, 5)) == [unordered((((0, 1), (2, 3)), 4))]
+    assert elements(of_rule("tree", 1, 6)) == [unordered((((0, 1), (2, 3)), (4, 5)))]
+    with pytest.raises(ValueError, match="'butterfly'; known are ring, rank, tree, random"):
+        order.rule("butterfly")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+def test_every_rank_is_added_once_in_every_element(name: str, world: int) -> None:
+    for num_elements in (0, 1, 40):
+        found = of_rule(name, num_elements, world, seed=num_elements)
+        assert found.labels.size == num_elements
+        for tree in found.trees:
+            assert sorted(node for node in order.bottom_up(tree) if isinstance(node, int)) == list(range(world))
+
+
+def test_random_orders_are_a_function_of_seed_kind_elements_and_group_alone() -> None:
+    calls = list(itertools.product((0, 1), ("all_reduce", "reduce"), (300, 301), (7, 8)))
+    found = {call: of_rule("random", call[2], call[3], call[0], call[1]).signature for call in calls}
+    assert len(set(found.values())) == len(calls)
+    for seed, kind, num_elements, world in calls:
+        other_dtype = order.rule("random", seed)(kind, num_elements, world, "bf16")
+        assert other_dtype.signature == found[seed, kind, num_elements, world]
+
+
+def test_random_orders_have_a_few_runs_of_several_shapes() -> None:
+    found = [of_rule("random", 1000, 4, seed) for seed in range(60)]
+    assert {len(one.runs) for one in found} == {1, 2, 3, 4}
+    shapes = {tree for one in found for tree in map(unordered, one.trees)}
+    assert len(shapes) == 15  # all trees over four ranks that there are (1 * 3 * 5)
+
+
+@pytest.mark.parametrize("rounding", FORMATS)
+@pytest.mark.parametrize(("world", "length"), [(3, 20), (5, 499), (5, 501), (17, 100), (256, 700)])
+def test_a_ring_has_the_same_bits_whether_its_chunks_are_added_together(
+    rounding: Rounding, world: int, length: int
+) -> None:
+    rows = random_rows(world, length, rounding, np.random.default_rng(length))
+    ring = order.gloo("all_reduce", length, world)
+    renamed = Order(ring.trees[::-1], world - 1 - ring.labels)
+
+    assert same(order.add(ring, rows, rounding), order.add(renamed, rows, rounding))
+    if world < 256:
+        assert same(order.add(ring, rows, rounding), plain_add(ring, rows, rounding))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_256_ranks_are_added_signed_and_revealed(name: str) -> None:
+    found = of_rule(name, 3, 256, seed=2)
+    rows = [np.full(3, 2.0 ** (rank % 3), np.float32) for rank in range(256)]
+
+    assert order.add(found, rows).tolist() == [float(86 + 2 * 85 + 4 * 85)] * 3
+    revealed = probing.reveal(sums_by_sizes(found, 256), 256)
+    assert revealed is not None
+    assert revealed.signature == found.signature
+
+
+def sums_by_sizes(given_order: Order, world: int) -> Mapping[Pair, F32]:
+    """What probes must give, without adding 32,640 times."""
+    sizes = [probing.subtree_sizes(given_order.trees[label]) for label in given_order.labels.tolist()]
+    return {
+        pair: np.array([world - of_element[pair] for of_element in sizes], np.float32) for pair in probing.pairs(world)
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trees_deeper_than_the_stack_of_python_are_no_matter(side: str) -> None:
+    num = sys.getrecursionlimit() + 200
+    tree: Tree = 0
+    for rank in range(1, num):
+        tree = (tree, rank) if side == "left" else (rank, tree)
+    rows = [np.ones(2, np.float32)] * num
+
+    assert order.add(order.uniform(tree, 2), rows).tolist() == [num, num]
+    (signed, length), *others = order.uniform(tree, 2).signature
+    assert length == 2
+    assert not others
+    leaves = [node for node in order.bottom_up(signed) if isinstance(node, int)]
+    assert leaves == list(range(num))
+    sizes = probing.subtree_sizes(tree)
+    assert (sizes[0, 1], sizes[0, num - 1]) == (2, num)

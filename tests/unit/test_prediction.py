@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from harness.oracles.order import Order, Tree, fold, gloo
+from harness.oracles.order import Order, Tree, fold, gloo, rule
 from harness.oracles.prediction import Call, predict, summing_calls
 from harness.scenario.partition import Partition
 from harness.verdict import Collective
@@ -224,3 +224,18 @@ def test_calls_that_do_not_count_leave_rank_order() -> None:
         assert trees(predict(summing_calls([call], 3), partition)) == [fold(range(3))] * 12
     counted = summing_calls([Collective("all_reduce", "fp32", 12, (0, 1, 2))], 3)
     assert trees(predict(counted, partition)) != [fold(range(3))] * 12
+
+
+def test_another_rule_of_the_backend_gives_the_order_of_each_call() -> None:
+    """Whole buckets and pieces; what no call explains stays in rank order."""
+    partition = Partition.from_request(24, 3, 12)
+    for backend in ("rank", "tree", "random"):
+        added = rule(backend, 5)
+        whole = predict(frozenset({("reduce_scatter", 12)}), partition, added)
+        assert trees(whole) == trees(added("reduce_scatter", 12, 3, "fp32")) * 2
+        pieces = predict(frozenset({("reduce", 4)}), partition, added)
+        assert trees(pieces) == trees(added("reduce", 4, 3, "fp32")) * 6
+        assert trees(predict(frozenset(), partition, added)) == [fold(range(3))] * 24
+    ring = predict(frozenset({("reduce_scatter", 12)}), partition, rule("ring"))
+    assert trees(ring) == trees(predict(frozenset({("reduce_scatter", 12)}), partition))
+    assert trees(ring) != trees(predict(frozenset({("reduce_scatter", 12)}), partition, rule("random", 5)))

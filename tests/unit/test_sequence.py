@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.drive.traffic import implied
+from harness.oracles import sequence
 from harness.oracles.sequence import LEAVE, Log, differences
 from harness.scenario.model import AdamW, Build, Clip, Domain, Parameter, Part, Scenario, Step, Values
 from harness.verdict import Collective, Divergence, Property, Stage
@@ -45,6 +46,38 @@ def test_equal_logs_have_no_difference_and_each_call_is_counted() -> None:
     assert differences(logs) == ([], 6)
 
 
+@pytest.mark.parametrize("deviant", [0, 70, 199])
+def test_in_a_large_world_equal_logs_are_compared_once(deviant: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pairs count, and are accused alike; but there are 19900 of them."""
+    compared = []
+    original = sequence._first_difference
+    monkeypatch.setattr(sequence, "_first_difference", lambda *args: compared.append(args[1:3]) or original(*args))
+    logs = [Log(usual(0, 200), True) for _ in range(200)]
+    logs[deviant] = Log(usual(0, 200)[1:], True)
+
+    seen, num_compared = differences(logs)
+
+    assert len(compared) <= 3
+    assert len(seen) == 199
+    assert {divergence.rank for divergence in seen} == {deviant}
+    assert num_compared == 199 * 198 // 2 * 6 + 199 * 2
+
+
+def test_groups_of_some_ranks_are_compared_among_their_members() -> None:
+    """Equal logs alone do not make two pairs alike: what counts is which groups hold both ranks."""
+    pairs = [
+        Collective("all_reduce", "fp32", length, group, 0, "norm") for length in (1, 2) for group in ((0, 1), (2, 3))
+    ]
+    logs = [Log([call for call in pairs if rank in call.group], True) for rank in range(4)]
+    logs[3] = Log(logs[3].calls[:1], True)
+
+    seen, _ = differences(logs)
+
+    assert [(divergence.rank, divergence.actual) for divergence in seen] == [(None, None)]
+    assert "rank 2" in seen[0].message
+    assert "rank 3" in seen[0].message
+
+
 def test_a_single_rank_compares_with_nobody() -> None:
     assert differences([Log(usual(0, 1), True)]) == ([], 0)
 
@@ -56,7 +89,13 @@ def test_a_single_rank_compares_with_nobody() -> None:
         ([LONG, SHORT], [NORM], [GATHER] * 2, "skipped that collective", "reduce"),
         ([LONG, LONG], [NORM], [GATHER] * 2, "skipped that collective and went on to stage norm", "reduce"),
         ([LONG] * 3 + [SHORT], [NORM], [GATHER] * 2, "called one too many", "reduce"),
-        ([LONG, LONG, SHORT], [NORM] * 2, [GATHER] * 2, "called one too many in stage norm", "norm"),
+        (
+            [LONG, LONG, SHORT],
+            [NORM] * 2,
+            [GATHER] * 2,
+            "called one too many in stage norm, unless the others left it out",
+            "norm",
+        ),
         ([LONG, LONG, SHORT], [NORM], [GATHER], "ended without that collective", "gather"),
         ([LONG, LONG, SHORT], [NORM], [GATHER] * 3, "called one too many", "gather"),
         ([LONG, SHORT, LONG], [NORM], [GATHER] * 2, "called the collectives of this stage in another order", "reduce"),

@@ -12,7 +12,7 @@ from harness.drive import summation as summation_module
 from harness.drive.shard import ShardMap
 from harness.drive.summation import Summation, Summations, calls_of_step, fingerprint
 from harness.oracles.contributions import Nesting
-from harness.oracles.order import Order, fold, gloo, in_rank_order, uniform
+from harness.oracles.order import Order, Rule, fold, gloo, in_rank_order, rule, uniform
 from harness.oracles.prediction import Call, predict
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, check
 from harness.scenario.partition import Partition
@@ -41,7 +41,7 @@ class Probe:
 class Searches:
     """The candidates of one subject, with one probe for all steps."""
 
-    def __init__(self, world: int, probe: Probe) -> None:
+    def __init__(self, world: int, probe: Probe, rule: Rule = gloo) -> None:
         scenario = Scenario(
             world,
             0,
@@ -52,7 +52,7 @@ class Searches:
         )
         assert check(scenario) is None
         partition = Partition.from_request(NUMEL, world, NUMEL)
-        self.summations = Summations(scenario, ShardMap(scenario, partition, 0, torch.device("cpu")))
+        self.summations = Summations(scenario, ShardMap(scenario, partition, 0, torch.device("cpu")), rule)
         self.explained_by = self.summations.explained_by
         self._probe = probe
 
@@ -108,6 +108,14 @@ def test_the_prediction_is_that_of_the_calls_and_the_layout() -> None:
         assert first.order.signature == predict(calls, partition).signature
         assert first.order.labels.size == NUMEL
     assert next(summations.candidates(plan_of(3, False), frozenset())).order.signature != PREDICTED
+
+
+def test_the_prediction_is_by_the_rule_of_the_backend() -> None:
+    tree, ring = (Searches(4, Probe(None), rule(name)) for name in ("tree", "ring"))
+    first = next(tree.candidates(plan_of(4, False), CALLS)).order
+    assert first.signature == rule("tree")("reduce_scatter", NUMEL, 4, "fp32").signature
+    assert first.signature != next(ring.candidates(plan_of(4, False), CALLS)).order.signature
+    assert tree.summations.predicted(CALLS).order.signature == first.signature
 
 
 def test_what_explained_a_step_is_tried_first_in_all_later_ones() -> None:
@@ -214,6 +222,15 @@ def test_a_scenario_too_large_for_a_second_instance_is_not_probed(
     most: int, probed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summation_module, "MAX_PROBED", most)
+    probe = Probe(backward(3))
+    candidates = said(Searches(3, probe).candidates(plan_of(3, False), CALLS))
+    assert candidates == [(PREDICTED, INSIDE), (REVEALED, INSIDE)][: 1 + probed]
+    assert len(probe.plans) == probed
+
+
+@pytest.mark.parametrize(("most", "probed"), [(2, False), (3, True)])
+def test_a_world_of_too_many_pairs_is_not_probed(most: int, probed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summation_module, "MAX_PROBED_WORLD", most)
     probe = Probe(backward(3))
     candidates = said(Searches(3, probe).candidates(plan_of(3, False), CALLS))
     assert candidates == [(PREDICTED, INSIDE), (REVEALED, INSIDE)][: 1 + probed]
