@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 
 class RankEnd(enum.Enum):
@@ -18,6 +19,7 @@ class RankEnd(enum.Enum):
     KILLED: the process ended by a signal that this pool did not send (a crash; the kernel, out of memory; a person).
     TIMED_OUT: the rank had not ended at the deadline, nor had any other rank failed before.
     STALLED: no rank of the world got on any more (see :class:`Watch`), and this one had not ended.
+    DEADLOCKED: the rank can never end, which is known (in a simulated world, see :mod:`harness.sim`), not a time-out.
     ABANDONED: the pool ended the rank because another one had failed and this one did not end in the time of grace.
     """
 
@@ -29,6 +31,7 @@ class RankEnd(enum.Enum):
     KILLED = "killed"
     TIMED_OUT = "timed out"
     STALLED = "stalled"
+    DEADLOCKED = "deadlocked"
     ABANDONED = "abandoned"
 
 
@@ -93,6 +96,22 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a simulated world itself knows when it had to stop.
+
+    Attributes:
+        kind: The requests of one collective did not match, no rank could run any more, or a rank asked for what a
+            simulated world cannot do: nothing can be said of the class.
+        message: A sentence.
+        ranks: Whose doing it is; empty where nobody can tell.
+    """
+
+    kind: Literal["mismatch", "deadlock", "refusal"]
+    message: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One task on one world.
 
@@ -101,12 +120,16 @@ class Outcome:
         ranks: One report a rank, in order.
         seconds: From the sending of the task until the last rank had ended.
         first_failed: The rank that failed first; the failures of others may be its consequences. None if all replied.
+        told: Why a simulated world stopped, where it had to.
+        trace: A digest of the order in which the ranks of a simulated world ran, where it came to its end.
     """
 
     world: int
     ranks: tuple[RankReport, ...]
     seconds: float
     first_failed: int | None
+    told: Told | None = None
+    trace: str | None = None
 
     @property
     def replied(self) -> bool:

@@ -47,7 +47,7 @@ class RankPool:
     Args:
         handler: ``"package.module:function"``, called in every rank; see :mod:`harness.launch.rank`.
         setup: Passed to the handler's function.
-        backend: Of the default groups: ``"gloo"``, or ``"nccl"`` with a GPU for each rank.
+        backend: Of the default groups: ``"gloo"``, or ``"nccl"`` with a GPU for each rank. ``"none"``: there are none.
         start: ``"fork"``: ranks are forks of a process that has torch imported. ``"exec"``: each is a fresh interpreter
             (seconds), which CUDA requires. By default ``"exec"`` for nccl, else ``"fork"``.
         preload: Modules imported once, before ranks are forked (with ``"exec"``: by each rank).
@@ -160,6 +160,10 @@ class RankPool:
                 # Interrupted: the ranks are somewhere in the task. If this is too, the next run() does it.
                 self._discard(ranks)
                 raise
+
+    def home(self, world: int) -> int:
+        """The world by whose number the processes go that run this one: each has its own."""
+        return world
 
     def recycle(self, world: int) -> None:
         """End the ranks of a world, if there are any; the next task there starts fresh ones. Between tasks.

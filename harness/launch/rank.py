@@ -34,6 +34,7 @@ Work = Callable[[bytes], bytes]
 
 # The parent watches every wait and kills; a shorter time-out here would only blame another rank.
 _GROUP_TIMEOUT = datetime.timedelta(days=1)
+NO_GROUP = "none"
 _MAX_TRACEBACK_CHARS = 32_768
 _MAX_DESCRIPTOR = 4096  # The kernel keeps a table as long as the highest number in use.
 
@@ -60,7 +61,7 @@ class RankContext:
     Attributes:
         rank: Of this process in the default group.
         world: Size of the default group.
-        backend: Of the default group: ``"gloo"`` or ``"nccl"``.
+        backend: Of the default group: ``"gloo"`` or ``"nccl"``; ``"none"``: there is no group.
         device: Where this rank's tensors belong: ``"cpu"`` or ``"cuda:N"``.
         directory: The pool's private directory; removed with the pool.
         collectives: Every collective called since the task began.
@@ -186,7 +187,8 @@ def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
             faulthandler.disable()
             faulthandler.unregister(process.STACKS_SIGNAL)
         faulthandler.register(process.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
-        faulthandler.enable(file=2, all_threads=True)
+        # Who has no group may have hundreds of threads, of which the one that crashed would not be among those shown.
+        faulthandler.enable(file=2, all_threads=hello.backend != NO_GROUP)
 
     rearm(False)
     process.set_name(f"z2-rank{hello.rank}/{hello.world}")
@@ -195,11 +197,9 @@ def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
 
 
 def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> RankContext:
-    """Collective: create the default group and let every pair of ranks connect."""
+    """Collective: create the default group, unless there is to be none, and let every pair of ranks connect."""
     os.environ.update(process.rank_environment(hello.rank, hello.world, hello.master_port))
     import torch
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
     from harness.launch import tap
 
@@ -216,6 +216,17 @@ def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> Rank
             )
         device = f"cuda:{hello.rank}"
         torch.cuda.set_device(hello.rank)
+    if hello.backend != NO_GROUP:
+        _form_group(hello, device)
+    emit = _emitter(channel, os.getpid())
+    return RankContext(hello.rank, hello.world, hello.backend, device, Path(hello.directory), collectives, emit, rearm)
+
+
+def _form_group(hello: Hello, device: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
     dist.init_process_group(
         hello.backend,
         store=FileStore(hello.store, hello.world),
@@ -227,8 +238,6 @@ def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> Rank
     dist.all_reduce(total)
     if total.item() != hello.world:
         raise RuntimeError(f"the first all-reduce of ones gave {total.item()}: expected {hello.world}, the world")
-    emit = _emitter(channel, os.getpid())
-    return RankContext(hello.rank, hello.world, hello.backend, device, Path(hello.directory), collectives, emit, rearm)
 
 
 def _emitter(channel: Channel, own: int) -> Callable[[bytes], None]:

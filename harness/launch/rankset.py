@@ -16,7 +16,7 @@ from harness.launch.outcome import Activity, RankEnd, RankReport
 from harness.launch.wire import Channel, Frame, Kind, WireError
 
 _MAX_OUTPUT_BYTES = 65_536
-_MAX_STACKS_BYTES = 262_144
+_MAX_STACKS_BYTES = 1_048_576  # of at most a hundred threads, which is where faulthandler stops
 # A log that grows beyond this is cut to nothing: a subject that prints without end must not fill the disk.
 _MAX_LOG_BYTES = 64 * 1024 * 1024
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*$", re.MULTILINE)

@@ -178,36 +178,48 @@ class _PerThread(threading.local):
 
 _per_thread = _PerThread()
 _dtype_names: dict[torch.dtype, str] = {}
-_installed: CollectiveLog | None = None
+_installed = False
+_own = CollectiveLog()
+_log = _own  # in use
+
+
+def use(log: CollectiveLog) -> None:
+    """Record into this log from now on: where several ranks share a process, each has its own and they take turns.
+
+    A call belongs to the log that is in use when it is made, also if others are used before it returns.
+    """
+    global _log
+    _log = log
 
 
 def install() -> CollectiveLog:
-    """Replace the functions of ``torch.distributed``, wherever torch's own modules hold them; returns the one log."""
+    """Replace the functions of ``torch.distributed``, wherever torch's own modules hold them.
+
+    Returns:
+        The process's own log, every time the same one; it is in use until :func:`use` says otherwise.
+    """
     global _installed
-    if _installed is not None:
-        return _installed
-    log = CollectiveLog()
+    if _installed:
+        return _own
     replacements: dict[int, Callable[..., Any]] = {}
     originals: list[Callable[..., Any]] = []
     for name, (kind, contribution) in _FUNCTIONS.items():
         original = getattr(distributed_c10d, name, None)
         if original is not None:
             originals.append(original)
-            replacements[id(original)] = _tapped(log, original, name, kind, contribution)
+            replacements[id(original)] = _tapped(original, name, kind, contribution)
     # By identity, not by name: some modules of torch have bound the functions when they were imported.
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "torch" and module is not None:
             for attribute, value in list(vars(module).items()):
                 if id(value) in replacements:
                     setattr(module, attribute, replacements[id(value)])
-    _installed = log
-    return log
+    _installed = True
+    return _own
 
 
-def _tapped(
-    log: CollectiveLog, original: Callable[..., Any], name: str, kind: str, contribution: str | None
-) -> Callable[..., Any]:
-    """``original``, recorded in ``log`` when it is the outermost call of its thread."""
+def _tapped(original: Callable[..., Any], name: str, kind: str, contribution: str | None) -> Callable[..., Any]:
+    """``original``, recorded in the log in use when it is the outermost call of its thread."""
     signature = inspect.signature(original)
     tensor = None if contribution is None else _Argument(signature, contribution)
     find_ranks = _finder(signature, name)
@@ -222,6 +234,7 @@ def _tapped(
                 tensors = tensor.of(args, kwargs)
                 dtype, length = _measure(tensors)
             how = "" if describe is None else describe(args, kwargs, ranks)
+            log = _log
             entry = LoggedCollective(kind, dtype, length, ranks, log.label, how)
             log.entries.append(entry)
             if log.mirror is not None:
@@ -234,6 +247,7 @@ def _tapped(
 
     @functools.wraps(original)
     def tapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (takes and gives what the original does)
+        log = _log
         if _per_thread.inside:
             if log.unrecorded is not None:
                 log.unrecorded()
