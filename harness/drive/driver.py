@@ -13,7 +13,8 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from harness.drive.parameters import ComputeWeights
 from harness.drive.record import NORM_DTYPES, Record, bits_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
+from harness.drive.shared import Kept, Shared
 from harness.drive.summation import Prober, Summation, Summations, calls_of_step, fingerprint
 from harness.drive.trail import Trail
 from harness.errors import exception_text
@@ -33,7 +35,7 @@ from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import compare_bits, digest
 from harness.oracles.intake import IntakeModel
-from harness.oracles.order import Order
+from harness.oracles.order import Order, Rule, gloo
 from harness.oracles.prediction import Call
 from harness.oracles.reference import UnshardedTrainer, build_adamw
 from harness.scenario.model import Domain, Scenario, StepPlan, steps
@@ -72,6 +74,41 @@ class CannotGoOnError(Exception):
     """A divergence was recorded after which the step cannot be carried out."""
 
 
+class _SubjectCall:
+    """What is around one call into the subject. Not a generator: this is entered dozens of times in a scenario."""
+
+    __slots__ = ("_around", "_call", "_driver")
+
+    def __init__(self, driver: Driver, call: str) -> None:
+        self._driver = driver
+        self._call = call
+
+    def __enter__(self) -> None:
+        driver = self._driver
+        driver.record.move()  # Every call of a slow class shows that it makes progress.
+        try:
+            if driver.faults is not None:
+                driver.faults.subject_called()
+            self._around = driver.around()
+            self._around.__enter__()
+        except BaseException as error:
+            raise self._raised(error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._around.__exit__(kind, error, trace)
+        except BaseException as other:
+            raise self._raised(other) from other
+        if error is not None:
+            raise self._raised(error) from error
+        self._driver.record.move()
+
+    def _raised(self, error: BaseException) -> SubjectRaisedError:
+        return SubjectRaisedError(f"{self._driver.cls.__name__}.{self._call}", error)
+
+
 class Driver:
     """One scenario on one rank. :meth:`run` never raises for what the subject does."""
 
@@ -87,8 +124,18 @@ class Driver:
         exchanges: bool = True,
         inspect: bool = False,
         around: Around = nullcontext,
+        shared: Shared | None = None,
+        rule: Rule = gloo,
+        silence: Callable[[], NoReturn] = stay_silent,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
-        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`; ``around`` each subject's call."""
+        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`; ``around`` each subject's call.
+
+        ``shared``: of all ranks of this scenario in this process, where that is not this one alone. ``rule``: how the
+        backend adds. ``silence``: what a rank does that is never to send its verdict; ``sleep``: one that is to be late
+        (seconds).
+        """
+        self.rule = rule
         self.inspect = inspect
         self.context = context
         self.exchanges = exchanges
@@ -97,10 +144,12 @@ class Driver:
         self.args = args
         self.capabilities = capabilities
         self.scenario = scenario
+        self.shared = shared or Shared(scenario)
         self.rank = context.rank
         self.device = torch.device(context.device)
         self.record = Record(context, scenario, trail)
-        self.faults = Injector(scenario.faults, self.rank, self.record) if scenario.faults else None
+        self.faults = Injector(scenario.faults, self.rank, self.record, sleep) if scenario.faults else None
+        self._silence = silence
         if self.faults is not None:
             context.collectives.intercept = self.faults.intercept
 
@@ -108,7 +157,7 @@ class Driver:
         """Drive the scenario to its end, or to the first exception of the subject."""
         verdict = self._run()
         if self.faults is not None and self.faults.mutes():
-            stay_silent()
+            self._silence()
         return verdict
 
     def _run(self) -> RankVerdict:
@@ -129,13 +178,9 @@ class Driver:
             return self.record.verdict(RankStatus.INTERFACE, str(lacks))
         return self.record.verdict(RankStatus.DONE, None)
 
-    @contextmanager
-    def _subject(self, call: str) -> Iterator[None]:
+    def _subject(self, call: str) -> AbstractContextManager[None]:
         """Around all that runs code of the subject's, in its environment; whatever is raised there is its affair."""
-        self.record.move()  # Every call of a slow class shows that it makes progress.
-        with self._blamed(call), self.around():
-            yield
-        self.record.move()
+        return _SubjectCall(self, call)
 
     @contextmanager
     def _blamed(self, call: str) -> Iterator[None]:
@@ -169,9 +214,12 @@ class Driver:
         self.sample = FormulaSample(scenario, self.reference) if follows else None
         self.intake = IntakeModel()
         self.optimizer = build_adamw([self.master], scenario.optimizer)
-        self.summations = Summations(scenario, self.shard)
+        self.summations = Summations(scenario, self.shard, self.rule, self.shared.predictions)
         self.prober = Prober(self.context, build, scenario, self.shard)
-        self._compare_shard(Property.MASTER, "the initial master", self.master, self.reference.master)
+        reference = self.reference
+        self._compare_shard(
+            Property.MASTER, "the initial master", self.master, reference.master, reference.flat_master()
+        )
         self._compare_padding("the initial master", self.master)
         self._compare_weights("after construction")
 
@@ -192,14 +240,14 @@ class Driver:
         )
 
     def _compute_weights(self) -> ComputeWeights:
-        return ComputeWeights(self.scenario, self.device)
+        return ComputeWeights(self.scenario, self.device, self.shared.pristine(self.device))
 
     def _reference(self) -> UnshardedTrainer:
-        return UnshardedTrainer(self.weights.initial, self.scenario.optimizer, self.device)
+        return self.shared.trainer(self.weights.initial, self.device)
 
     def _live_memory(self) -> LiveMemory | None:
         # Going through all objects of a process takes its time: in each scenario one rank does, each in its turn.
-        judged = self.scenario.seed % self.scenario.world == self.rank
+        judged = self.shared.num_ranks == 1 and self.scenario.seed % self.scenario.world == self.rank
         return LiveMemory() if self.capabilities.static_memory and judged else None
 
     def _contract_master(self) -> torch.nn.Parameter:
@@ -216,7 +264,9 @@ class Driver:
     def _partition(self) -> Partition:
         """The layout the subject states in ``buckets``, else the one of the specification."""
         scenario = self.scenario
-        prescribed = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+        prescribed = self.shared.once(
+            "partition", lambda: Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+        )
         with self._subject("buckets"):
             buckets = getattr(self.subject, "buckets", None)
             stated = Partition.from_subject(scenario.numel, scenario.world, buckets)
@@ -272,7 +322,7 @@ class Driver:
             if values is None:
                 continue
             found = True
-            gradient = torch.from_numpy(values).to(device=self.device, dtype=parameter.dtype).view(parameter.shape)
+            gradient = torch.from_numpy(values.reshape(parameter.shape)).to(device=self.device, dtype=parameter.dtype)
             handed_over.add(gradient)
             parameter.grad = gradient
         return found
@@ -334,22 +384,12 @@ class Driver:
 
     def _reduced(self, plan: StepPlan, summation: Summation | None) -> list[Tensor]:
         """The step's reduced gradients, by parameter; without a summation (exact domains) in any order."""
-        gradients: list[Tensor] = []
-        start = 0
         look = self.rank == 0  # every rank would see the same situations
-        for index, parameter in enumerate(self.scenario.parameters):
-            if summation is None:
-                reduced = contributions.reduced(self.scenario, plan, index, look=look)
-            else:
-                order = summation.order.slice(start, start + parameter.numel)
-                reduced = contributions.reduced_in_order(
-                    self.scenario, plan, index, order, summation.nesting, look=look
-                )
-            start += parameter.numel
-            gradients.append(torch.from_numpy(reduced.value).to(self.device).view(parameter.shape))
-            for situation in reduced.shows:
+        sums = self.shared.sums(plan, summation, self.device, look=look)
+        if look:
+            for situation in sums.shows:
                 self.record.reached(situation)
-        return gradients
+        return sums.gradients
 
     def _check_released(self, handed_over: HandedOver, after: str) -> None:
         if not self.record.clean or len(handed_over) == 0:
@@ -466,11 +506,14 @@ class Driver:
     def _gradient_difference(self, observed: Tensor) -> Difference:
         if not self.record.clean:
             return Difference(0)
-        return self.shard.compare(observed, self.reference.gradients.__getitem__, signed_zeros=False)
+        reference = self.reference
+        return self.shard.compare(
+            observed, reference.gradients.__getitem__, signed_zeros=False, flat=reference.flat_gradient()
+        )
 
     def _intervals(self, plan: StepPlan) -> Callable[[int], contributions.Interval]:
         """For each parameter, what its reduced gradient may be in any order of addition."""
-        return functools.cache(lambda index: contributions.interval(self.scenario, plan, index))
+        return functools.cache(lambda index: self.shared.interval(plan, index))
 
     def _over_ranks(self, differs: bool, over: bool, calls: int) -> tuple[bool, bool]:
         """Whether any rank found a difference, and whether the search is over: on one, or since they saw other calls.
@@ -510,7 +553,7 @@ class Driver:
             self._gradient().mul_(coefficient)
         self.reference.scale_gradients(coefficient)
         if self.record.clean:
-            difference = self.shard.compare(self._gradient(), self.reference.gradients.__getitem__, signed_zeros=False)
+            difference = self._gradient_difference(self._gradient())
             self.record.checked(Property.CLIP, difference.compared)
             if difference.mismatch is not None:
                 self.record.diverge(Property.CLIP, f"the gradient scaled by {coefficient!r} differs", difference)
@@ -563,12 +606,16 @@ class Driver:
             self._check_formula(self.sample)
 
     def _compare_state(self, master: Property, moments: Property, prefix: str) -> None:
-        self._compare_shard(master, f"{prefix}the master", self.master, self.reference.master)
+        reference = self.reference
+        self._compare_shard(master, f"{prefix}the master", self.master, reference.master, reference.flat_master())
         state = self.optimizer.state.get(self.master)
         if state:
+            flat = reference.flat_moments()
             for position, name in enumerate(("exp_avg", "exp_avg_sq")):
-                wanted = [self.reference.moments(index)[position] for index in range(len(self.weights.parameters))]
-                self._compare_shard(moments, f"{prefix}{name}", state[name], wanted.__getitem__)
+                wanted = [reference.moments(index)[position] for index in range(len(self.weights.parameters))]
+                self._compare_shard(
+                    moments, f"{prefix}{name}", state[name], wanted.__getitem__, flat and flat[position]
+                )
 
     def _check_formula(self, sample: FormulaSample) -> None:
         """Guard against an error that the subject's optimizer and the reference's share: both are torch's."""
@@ -582,9 +629,13 @@ class Driver:
         with self._subject("gather_params"):
             self.subject.gather_params()
         self.reference.gather()
-        self.weights.expect(self.reference.weights)
+        reference = self.reference
+        self.weights.expect_bytes(reference.once("laid out", lambda: self.weights.laid_out(reference.weights)))
         self._compare_weights("after gather_params()")
-        self.record.weights(digest(self.weights.parameters))
+        if self.weights.as_expected:
+            self.record.weights(reference.once("digest", lambda: digest(reference.weights)))
+        else:
+            self.record.weights(digest(self.weights.parameters))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -594,13 +645,13 @@ class Driver:
             return
         if self.capabilities.traffic:
             self.record.checked(Property.TRAFFIC)
-            problem = traffic.problem(self.scenario, self.record.collectives)
+            plan = self.shared.once("traffic", lambda: traffic.planned(self.scenario))
+            problem = traffic.problem(self.scenario, self.record.collectives, plan)
             if problem is not None:
                 step, stage, message = problem
                 self.record.enter(step, stage)
                 self.record.diverge(Property.TRAFFIC, message)
-        if self.memory is not None:
-            self._check_static_memory(self.memory)
+        self._check_static_memory()
 
     def _check_full_master(self) -> None:
         """``full_master`` is optional. Collective where the class has it, so called whatever was found before."""
@@ -624,7 +675,9 @@ class Driver:
         if difference.mismatch is not None:
             self.record.diverge(Property.MASTER, "full_master() differs", difference)
 
-    def _check_static_memory(self, memory: LiveMemory) -> None:
+    def _check_static_memory(self) -> None:
+        if self.memory is None and not self.shared.watches_memory:
+            return
         partition = self.shard.partition
         limit = static_bytes_limit(
             shard_len=partition.shard_len,
@@ -632,14 +685,17 @@ class Driver:
             largest_bucket=max(bucket.padded for bucket in partition.buckets),
             spilled=self.intake.spills > 0,
         )
-        alive = memory.since([*self.weights.tensors(), *self.reference.state()])
+        own = [*self.weights.tensors(), *self.reference.tensors()]
+        kept = self.shared.kept(self, limit, own) if self.memory is None else Kept(self.memory.since(own), limit)
+        if kept is None:
+            return
         self.record.checked(Property.MEMORY)
-        if alive > limit:
+        if kept.alive > kept.limit:
             self.record.diverge(
                 Property.MEMORY,
-                f"{alive} bytes are kept alive, the formula allows {limit}",
-                expected=float(limit),
-                actual=float(alive),
+                f"{kept.alive} bytes are kept alive, the formula allows {kept.limit}",
+                expected=float(kept.limit),
+                actual=float(kept.alive),
             )
 
     # -- comparisons ---------------------------------------------------------------------------------------------
@@ -650,14 +706,13 @@ class Driver:
         what: str,
         actual: Tensor,
         expected: Callable[[int], Tensor],
-        *,
-        signed_zeros: bool | None = None,
+        flat: bytes | None,
     ) -> None:
         if not self.record.clean:
             return
         self._require_shard(prop, what, actual)
-        signed = prop is Property.MASTER if signed_zeros is None else signed_zeros
-        difference = self.shard.compare(actual.detach(), expected, signed_zeros=signed)
+        signed = prop is Property.MASTER
+        difference = self.shard.compare(actual.detach(), expected, signed_zeros=signed, flat=flat)
         self.record.checked(prop, difference.compared)
         if difference.mismatch is not None:
             self.record.diverge(prop, f"{what} differs", difference)
@@ -686,7 +741,7 @@ class Driver:
         if not self.record.clean:
             return
         if self.weights.as_expected:
-            self.record.checked(Property.WEIGHTS, self.scenario.numel)
+            self.record.checked(Property.WEIGHTS, self.shard.partition.numel)
             return
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
         self.record.checked(Property.WEIGHTS, difference.compared)

@@ -16,6 +16,7 @@ from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_
 from harness.drive.trail import Trail
 from harness.errors import exception_text
 from harness.launch.rank import RankBroken, RankContext
+from harness.oracles.order import rule
 from harness.scenario.model import Scenario
 from harness.subjects.builtin import capabilities
 from harness.subjects.load import SubjectError, load_class
@@ -73,6 +74,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
                 exchanges=task.exchanges,
                 inspect=task.inspect,
                 around=around,
+                rule=rule(task.order, task.scenario.seed),
             )
 
         verdict = run_isolated(isolation, task.subject.path, task.scenario, build)
@@ -83,6 +85,18 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
         raise RankBroken(payload, reusable=not context.collectives.entries and verdict.recycle is None)
 
     return answer
+
+
+def run_driver(driver: Driver) -> RankVerdict:
+    """Its verdict, also when code of the class's interrupts the harness: a trace function, a handler of a signal."""
+    try:
+        return driver.run()
+    except BaseException as error:
+        if not interrupted(error):
+            raise
+        message = f"code of the class that nobody had called (a signal handler?) raised {exception_text(error)}"
+        driver.record.diverge(Property.PROGRESS, message)
+        return driver.record.verdict(RankStatus.RAISED, traceback.format_exc())
 
 
 def run_isolated(isolation: Isolation, path: str, scenario: Scenario, build: Callable[[Around], Driver]) -> RankVerdict:
@@ -96,20 +110,19 @@ def run_isolated(isolation: Isolation, path: str, scenario: Scenario, build: Cal
     """
     isolation.begin(path, scenario)
     driver = build(isolation.around)
-    try:
-        verdict = driver.run()
-    except BaseException as error:
-        if not interrupted(error):
-            raise
-        message = f"code of the class that nobody had called (a signal handler?) raised {exception_text(error)}"
-        driver.record.diverge(Property.PROGRESS, message)
-        verdict = driver.record.verdict(RankStatus.RAISED, traceback.format_exc())
+    verdict = run_driver(driver)
     destroyed = isolation.group_is_gone
     with isolation.around():
         del driver  # the subject with it: what its finaliser does belongs to this scenario
     left = isolation.end(path, scenario)
-    divergence = verdict.divergence
-    if destroyed and divergence is not None and divergence.property is Property.PROGRESS:
-        message = f"{divergence.message} (the class destroyed the default process group)"
-        divergence = msgspec.structs.replace(divergence, message=message)
-    return msgspec.structs.replace(verdict, divergence=divergence, changed=left.changed, recycle=left.recycle)
+    verdict = told_of_its_group(verdict, destroyed=destroyed)
+    return msgspec.structs.replace(verdict, changed=left.changed, recycle=left.recycle)
+
+
+def told_of_its_group(verdict: RankVerdict, *, destroyed: bool) -> RankVerdict:
+    """The verdict with what a class did to the default group, where that explains why it did not get on."""
+    found = verdict.divergence
+    if not destroyed or found is None or found.property is not Property.PROGRESS:
+        return verdict
+    message = f"{found.message} (the class destroyed the default process group)"
+    return msgspec.structs.replace(verdict, divergence=msgspec.structs.replace(found, message=message))

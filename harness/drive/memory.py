@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class LiveMemory:
     def __init__(self) -> None:
         self._before = {address for address, _ in _live_storages()}
 
-    def since(self, apart_from: Iterable[Tensor]) -> int:
-        """Bytes in storages that did not exist at the start and do not belong to ``apart_from``."""
-        excluded = self._before | {tensor.untyped_storage().data_ptr() for tensor in apart_from}
+    def since(self, apart_from: Iterable[Tensor], addresses: Set[int] = frozenset()) -> int:
+        """Bytes in storages that did not exist at the start and do not belong to ``apart_from`` (or are at these)."""
+        excluded = self._before | addresses | {tensor.untyped_storage().data_ptr() for tensor in apart_from}
         return sum(size for address, size in _live_storages() if address not in excluded)
 
 

@@ -21,6 +21,22 @@ _GUARD = 32
 _GUARD_VALUE = 1.5
 
 
+class Pristine:
+    """The trainable parameters of a scenario as they are at the start; to be copied from, never changed.
+
+    Attributes:
+        weights: one tensor a parameter, of its dtype and shape, between two guards in a storage of its own.
+    """
+
+    def __init__(self, scenario: Scenario, device: torch.device) -> None:
+        self.weights: list[Tensor] = []
+        self.storages: list[Tensor] = []
+        for index, parameter in enumerate(scenario.parameters):
+            storage, weights = _guarded(parameter, scenario.seed, index, device)
+            self.storages.append(storage)
+            self.weights.append(weights)
+
+
 class ComputeWeights:
     """The trainable parameters of a scenario on one rank, each in a storage of its own between two guards.
 
@@ -34,20 +50,17 @@ class ComputeWeights:
             elements: looking in this way would be no quicker.
     """
 
-    def __init__(self, scenario: Scenario, device: torch.device) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.initial: list[Tensor] = []
-        self._storages: list[Tensor] = []
-        for index, parameter in enumerate(scenario.parameters):
-            storage, weights = _guarded(parameter, scenario.seed, index, device)
-            self._storages.append(storage)
-            self.initial.append(weights.detach().clone())
-            self.parameters.append(nn.Parameter(weights))
+    def __init__(self, scenario: Scenario, device: torch.device, pristine: Pristine | None = None) -> None:
+        """``pristine``: what they are copied from, where that is there already."""
+        self._pristine = pristine or Pristine(scenario, device)
+        self.initial = self._pristine.weights
+        self._storages = [storage.clone() for storage in self._pristine.storages]
+        self.parameters = [
+            nn.Parameter(storage[_GUARD : storage.numel() - _GUARD].view(weights.shape))
+            for storage, weights in zip(self._storages, self.initial, strict=True)
+        ]
         self._frozen = torch.full((17,), _GUARD_VALUE, dtype=torch.bfloat16, device=device)
-        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        self._forms = [_form(weights) for weights in self.initial]
-        self._guards = [guard for storage in self._storages for guard in (storage[:_GUARD], storage[-_GUARD:])]
-        self._guards.append(self._frozen)
+        self._wanted = _forms(self.parameters)
         self._edges = {storage.dtype: raw(storage, 0, _GUARD) for storage in self._storages}
         self._few = device.type == "cpu" and scenario.numel <= FEW
         # Where everything lies and which bytes are expected there, for a look at it without calls of torch's.
@@ -58,21 +71,22 @@ class ComputeWeights:
 
     def problem(self) -> tuple[int | None, str] | None:
         """``(parameter index, what is wrong)`` when storage moved or something outside the weights was written."""
-        for index, (parameter, address, form) in enumerate(
-            zip(self.parameters, self._addresses, self._forms, strict=True)
-        ):
-            if parameter.data_ptr() != address:
-                return index, "the parameter has another storage than at construction: references to it are stale"
-            if not parameter.requires_grad:
-                return index, "the parameter no longer requires a gradient: the next backward would pass it over"
-            now = _form(parameter)
-            if now != form:
-                return index, f"the parameter became {now[0]}{list(now[1])} with strides {now[2]}"
+        forms = _forms(self.parameters)
+        if forms != self._wanted:
+            for index, (now, wanted) in enumerate(zip(forms, self._wanted, strict=True)):
+                address, requires_grad, dtype, shape, strides = now
+                if address != wanted[0]:
+                    return index, "the parameter has another storage than at construction: references to it are stale"
+                if not requires_grad:
+                    return index, "the parameter no longer requires a gradient: the next backward would pass it over"
+                if now != wanted:
+                    return index, f"the parameter became {dtype}{list(shape)} with strides {strides}"
         self.as_expected = self._few and self._bytes() == self._expected
         if self.as_expected:
             return None
-        if not bool((torch.cat(self._guards) == _GUARD_VALUE).all()):
-            for number, guard in enumerate(self._guards[:-1]):
+        guards = [guard for storage in self._storages for guard in (storage[:_GUARD], storage[-_GUARD:])]
+        if not bool((torch.cat([*guards, self._frozen]) == _GUARD_VALUE).all()):
+            for number, guard in enumerate(guards):
                 if not bool((guard == _GUARD_VALUE).all()):
                     return number // 2, "memory next to the parameter was written: a copy ran over its edge"
             return None, "a frozen parameter that was never handed over was written"
@@ -80,8 +94,12 @@ class ComputeWeights:
 
     def expect(self, weights: Sequence[Tensor]) -> None:
         """From now on the weights should have the bytes of ``weights``, one tensor a parameter."""
+        self.expect_bytes(self.laid_out(weights))
+
+    def laid_out(self, weights: Sequence[Tensor]) -> bytes | None:
+        """The bytes of all parameters with their guards, and the frozen one, with ``weights`` in them; None: many."""
         if not self._few:
-            return
+            return None
         pieces = []
         for number, (storage, wanted) in enumerate(zip(self._storages, weights, strict=True)):
             numel = storage.numel() - 2 * _GUARD
@@ -89,7 +107,12 @@ class ComputeWeights:
                 raise ValueError(f"weight {number} is not a dense tensor of {storage.dtype} and {numel} elements")
             edge = self._edges[storage.dtype]
             pieces += [edge, raw(wanted, 0, numel), edge]
-        self._expected = b"".join([*pieces, self._expected[-self._frozen.nbytes :]])
+        return b"".join([*pieces, self._expected[-self._frozen.nbytes :]])
+
+    def expect_bytes(self, laid_out: bytes | None) -> None:
+        """The same, given what :meth:`laid_out` of equal parameters gave."""
+        if laid_out is not None:
+            self._expected = laid_out
 
     def _bytes(self) -> bytes:
         """All parameters with their guards, and the frozen one."""
@@ -97,11 +120,15 @@ class ComputeWeights:
 
     def tensors(self) -> Sequence[Tensor]:
         """Everything this object keeps alive."""
-        return [*self.parameters, *self.initial, *self._storages, self._frozen]
+        return [*self.parameters, *self._pristine.storages, *self._storages, self._frozen]
 
 
-def _form(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+# Address, requires_grad, and what follows.
+_Form = tuple[int, bool, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _forms(parameters: Sequence[Tensor]) -> list[_Form]:
+    return [(one.data_ptr(), one.requires_grad, one.dtype, one.shape, one.stride()) for one in parameters]
 
 
 def _guarded(parameter: Parameter, seed: int, index: int, device: torch.device) -> tuple[Tensor, Tensor]:

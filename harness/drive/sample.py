@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -23,19 +24,23 @@ class FormulaSample:
         self._elements = [
             (index, torch.from_numpy(elements)) for index, elements in enumerate(choose(numels)) if elements.size
         ]
+        starts = [0, *accumulate(numels)]
+        self._flat_elements = np.concatenate([starts[index] + elements.numpy() for index, elements in self._elements])
         self._reference = reference
-        self._adamw = AdamWFp64(scenario.optimizer, self._take(reference.master))
+        self._adamw = AdamWFp64(scenario.optimizer, self._take(reference.master, reference.flat_master()))
 
     def step(self) -> None:
         """Take the gradients that the reference is about to use, and make the same step in fp64."""
-        self._adamw.step(self._take(self._reference.gradients.__getitem__))
+        self._adamw.step(self._take(self._reference.gradients.__getitem__, self._reference.flat_gradient()))
 
     def problem(self) -> str | None:
         """What lies outside the rounding bound after the reference's step; None when nothing does."""
+        reference = self._reference
+        flat = reference.flat_moments()
         violation = self._adamw.judge(
-            self._take(self._reference.master),
-            self._take(lambda index: self._reference.moments(index)[0]),
-            self._take(lambda index: self._reference.moments(index)[1]),
+            self._take(reference.master, reference.flat_master()),
+            self._take(lambda index: reference.moments(index)[0], flat and flat[0]),
+            self._take(lambda index: reference.moments(index)[1], flat and flat[1]),
         ).violation
         if violation is None:
             return None
@@ -50,7 +55,12 @@ class FormulaSample:
             position -= len(elements)
         raise AssertionError(f"position {violation.sample} lies outside the sample")
 
-    def _take(self, values: Callable[[int], Tensor]) -> NDArray[np.float32]:
+    def _take(self, values: Callable[[int], Tensor], flat: bytes | None) -> NDArray[np.float32]:
+        """The sampled elements, from what is given by parameter or, where that is there, as all bytes end to end."""
+        taken: NDArray[np.float32]
+        if flat is not None:
+            taken = np.frombuffer(flat, np.float32)[self._flat_elements]
+            return taken
         parts = [values(index).detach().view(-1).cpu()[elements] for index, elements in self._elements]
-        taken: NDArray[np.float32] = torch.cat(parts).numpy()
+        taken = torch.cat(parts).numpy()
         return taken

@@ -41,12 +41,18 @@ class State:
         write: Put a value back that was read before.
         arithmetic: What the harness itself computes or calls may depend on it: put back whenever the class returns to
             the harness, dozens of times in a scenario. For others it takes care (it names devices and an errstate).
+        thread: Each thread has its own, so a rank that is a thread shares it with no other.
+        inherited: Setting it also says what threads begin with that are started later.
+        of_rank: What the classes of two ranks put there differs, and one cannot do with the other's.
     """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     arithmetic: bool = False
+    thread: bool = False
+    inherited: bool = False
+    of_rank: bool = False
 
 
 # Positive unless the processor takes subnormal numbers for zeros; torch can set that, but not tell.
@@ -144,11 +150,11 @@ _NAMES = {
     module: tuple(name for name, value in _PUBLIC.items() if vars(module).get(name) is value)
     for module in (dist, distributed_c10d)
 }
-_GETTERS = {module: itemgetter(*names) for module, names in _NAMES.items()}
+_IN_DIST, _IN_C10D = (itemgetter(*names) for names in _NAMES.values())
 
 
 def _functions() -> tuple[tuple[Any, ...], ...]:
-    return tuple(getter(vars(module)) for module, getter in _GETTERS.items())
+    return _IN_DIST(vars(dist)), _IN_C10D(vars(distributed_c10d))
 
 
 def _set_functions(value: tuple[tuple[Any, ...], ...]) -> None:
@@ -264,18 +270,18 @@ def _set_anomaly(value: tuple[bool, bool]) -> None:
 STATES = (
     State("default dtype", torch.get_default_dtype, torch.set_default_dtype, arithmetic=True),
     # An empty tensor tells in a third of the time that torch.get_default_device() takes.
-    State("default device", lambda: torch.empty(0).device, _set_default_device),
+    State("default device", lambda: torch.empty(0).device, _set_default_device, thread=True),
     # Before the grad mode, which it changes too.
-    State("inference mode", torch.is_inference_mode_enabled, _set_inference),
-    State("grad mode", torch.is_grad_enabled, _set_grad_mode, arithmetic=True),
-    State("autocast", _autocast, _set_autocast),
+    State("inference mode", torch.is_inference_mode_enabled, _set_inference, thread=True),
+    State("grad mode", torch.is_grad_enabled, _set_grad_mode, arithmetic=True, thread=True),
+    State("autocast", _autocast, _set_autocast, thread=True),
     State(
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
     ),
-    State("flush-denormal mode", lambda: not _SUBNORMAL > 0.0, _set_flush_denormal, arithmetic=True),
-    State("numpy errstate", np.geterr, _set_errstate),
+    State("flush-denormal mode", lambda: not _SUBNORMAL > 0.0, _set_flush_denormal, arithmetic=True, thread=True),
+    State("numpy errstate", np.geterr, _set_errstate, thread=True),
     State("warnings filters", lambda: list(warnings.filters), _set_filters, arithmetic=True),
     State("recursion limit", sys.getrecursionlimit, _set_recursion_limit, arithmetic=True),
     State(
@@ -284,8 +290,8 @@ STATES = (
         _set_collectives,
         arithmetic=True,
     ),
-    State("functions of torch.distributed", _functions, _set_functions),
-    State("number of threads", torch.get_num_threads, torch.set_num_threads),
+    State("functions of torch.distributed", _functions, _set_functions, of_rank=True),
+    State("number of threads", torch.get_num_threads, torch.set_num_threads, thread=True, inherited=True),
     State("cudnn flags", _cudnn, _set_cudnn),
     State("matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     State("anomaly mode", _anomaly, _set_anomaly),
@@ -297,9 +303,9 @@ STATES = (
     State("sys.path", lambda: tuple(sys.path), _set_list(lambda: sys.path)),
     State("sys.argv", lambda: tuple(sys.argv), _set_list(lambda: sys.argv)),
     State("signal handlers", _handlers, _set_handlers),
-    State("signal mask", _mask, _set_mask),
+    State("signal mask", _mask, _set_mask, thread=True),
     State("timers", _timers, _stop_timers),
-    State("trace functions", _tracing, _set_tracing),
+    State("trace functions", _tracing, _set_tracing, thread=True),
     State("exception hooks", _hooks, _set_hooks),
     State("faulthandler", faulthandler.is_enabled, lambda on: faulthandler.enable(file=2) if on else None),
 )

@@ -29,12 +29,23 @@ class RunScenario(Struct, frozen=True, tag="run"):
     for an order where it was not. Without, such a rank only says so in the end (``unresolved``).
     ``inspect``: each rank also compares what it hands to each collective with what it should hand over, which takes
     time, to tell whose fault a wrong sum is.
+    ``order``, ``schedule``: of a simulated world, in what order sums are added and how its ranks take turns
+    (``harness.sim.choices``).
     """
 
     subject: SubjectName
     scenario: Scenario
     exchanges: bool = False
     inspect: bool = False
+    order: str = "ring"
+    schedule: str = "random"
+
+
+class RunMany(Struct, frozen=True, tag="many"):
+    """Simulated worlds only: each process of the set drives the scenarios of its own lane, one after the other, and
+    sends a :class:`harness.sim.messages.LaneReply` after each; the reply is empty."""
+
+    lanes: tuple[tuple[RunScenario, ...], ...]
 
 
 class SubjectCheck(Struct, frozen=True):
@@ -47,3 +58,4 @@ Task = CheckSubject | RunScenario
 
 encode = msgspec.msgpack.Encoder().encode
 decode_task = msgspec.msgpack.Decoder(Task).decode
+decode_sim_task = msgspec.msgpack.Decoder(Task | RunMany).decode

@@ -16,28 +16,39 @@ from harness.verdict import Collective, Stage
 Expected = tuple[str, str, int]
 """Kind, dtype, and elements of this rank's input."""
 
+Problem = tuple[int | None, Stage, str]
+"""Step, stage, and what is wrong there."""
 
-def problem(scenario: Scenario, observed: Sequence[Collective]) -> tuple[int | None, Stage, str] | None:
-    """``(step, stage, what is wrong)`` of the first collective that the layout does not imply; None: no such.
 
-    What construction sends (the comparison of layout digests) is not fixed here.
+Plan = list[tuple[int, Stage, list[Expected]]]
+"""Step, stage, and what is called there, in order."""
+
+
+def problem(scenario: Scenario, observed: Sequence[Collective], plan: Plan | None = None) -> Problem | None:
+    """The first collective that the layout does not imply; None: no such.
+
+    What construction sends (the comparison of layout digests) is not fixed here. ``plan``: what :func:`planned` gives.
     """
     by_place: dict[tuple[int | None, str | None], list[Collective]] = {}
     for entry in observed:
         by_place.setdefault((entry.step, entry.stage), []).append(entry)
-    for plan in steps(scenario):
-        for stage in (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER):
-            wanted = [] if plan.discard else _implied(scenario, stage, clipped=plan.clip is not None)
-            seen = by_place.get((plan.index, stage.value), [])
-            for number, (want, got) in enumerate(zip_longest(wanted, seen)):
-                shown = None if got is None else (got.kind, got.dtype, got.length)
-                if shown != want:
-                    return (
-                        plan.index,
-                        stage,
-                        f"collective {number} of this stage is {_text(shown)}, expected {_text(want)}",
-                    )
+    for step, stage, wanted in planned(scenario) if plan is None else plan:
+        seen = by_place.get((step, stage.value), [])
+        for number, (want, got) in enumerate(zip_longest(wanted, seen)):
+            shown = None if got is None else (got.kind, got.dtype, got.length)
+            if shown != want:
+                message = f"collective {number} of this stage is {_text(shown)}, expected {_text(want)}"
+                return step, stage, message
     return None
+
+
+def planned(scenario: Scenario) -> Plan:
+    """What is called in each stage of each step."""
+    return [
+        (plan.index, stage, [] if plan.discard else _implied(scenario, stage, clipped=plan.clip is not None))
+        for plan in steps(scenario)
+        for stage in (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER)
+    ]
 
 
 def implied(scenario: Scenario) -> Callable[[int | None, str | None], list[Expected] | None]:

@@ -55,11 +55,15 @@ class Injector:
         faults: of the scenario, of all ranks.
         rank: this one.
         record: knows the step and the stage, and takes note of hits.
+        sleep: what a rank does that is to be late (seconds); by default it sleeps.
     """
 
-    def __init__(self, faults: Sequence[Fault], rank: int, record: Record) -> None:
+    def __init__(
+        self, faults: Sequence[Fault], rank: int, record: Record, sleep: Callable[[float], None] | None = None
+    ) -> None:
         self._faults = [(index, fault) for index, fault in enumerate(faults) if fault.rank == rank]
         self._record = record
+        self._sleep = sleep or time.sleep
         self._struck: set[int] = set()
         self._place: tuple[int | None, Stage] | None = None
         self._next_collective = 0  # of this place
@@ -69,7 +73,7 @@ class Injector:
         """The subject is being called: what waits for its first call in this stage strikes."""
         for index, fault in self._due(None):
             self._hit(index)
-            _strike(fault)
+            self._strike(fault)
 
     def intercept(self, pending: PendingCollective) -> Any:  # noqa: ANN401  (what the collective returns)
         """Stand in for one call of a collective; see :attr:`harness.launch.tap.CollectiveLog.intercept`."""
@@ -93,7 +97,7 @@ class Injector:
                 case Duplicate():
                     times *= 2
                 case _:
-                    _strike(fault)
+                    self._strike(fault)
         if times == 0:
             return _stand_in(pending)
         for _ in range(times - 1):
@@ -124,28 +128,27 @@ class Injector:
     def _hit(self, index: int) -> None:
         self._record.hit(index)
 
+    def _strike(self, fault: Fault) -> None:
+        """All that does not change the collective itself."""
+        match fault:
+            case Kill():
+                _end_by_signal(fault.signal)
+            case Exit():
+                os._exit(fault.code)
+            case Raise():
+                raise InjectedFault("a fault of the scenario")
+            case Stop():
+                signal.raise_signal(signal.SIGSTOP)
+            case Hang():
+                _HANGS[fault.how]()
+            case Slow() | Delay():
+                self._sleep(fault.milliseconds / 1000)
+
 
 def stay_silent() -> NoReturn:
     """Wait for the end of the process, which is for others to bring about."""
     while True:
         time.sleep(3600)
-
-
-def _strike(fault: Fault) -> None:
-    """All that does not change the collective itself."""
-    match fault:
-        case Kill():
-            _end_by_signal(fault.signal)
-        case Exit():
-            os._exit(fault.code)
-        case Raise():
-            raise InjectedFault("a fault of the scenario")
-        case Stop():
-            signal.raise_signal(signal.SIGSTOP)
-        case Hang():
-            _HANGS[fault.how]()
-        case Slow() | Delay():
-            time.sleep(fault.milliseconds / 1000)
 
 
 def _end_by_signal(number: int) -> None:

@@ -96,7 +96,7 @@ def campaign(parameters: Sequence[Parameter], world: int, bucket: int, seed: int
     ]
 
 
-def memory_estimate(parameters: Sequence[Parameter], world: int, bucket: int) -> int:
+def memory_estimate(parameters: Sequence[Parameter], world: int, bucket: int, num_processes: int | None = None) -> int:
     """Bytes that all ranks together hold at the peak of a scenario, on one machine.
 
     With N elements of which a rank's shard has S = N / world plus padding, B elements to a bucket, and w bytes to an
@@ -105,12 +105,13 @@ def memory_estimate(parameters: Sequence[Parameter], world: int, bucket: int) ->
     - for the subject: compute weights ``w N``; master, two moments and the shard's gradient ``16 S``; two buckets of
       fp32 staging ``8 B``; after a spill the host vector ``4 N``; the gradients of a part, ``w N``;
     - for the reference, unsharded on every rank: master ``4 N``, moments ``8 N``, gradient ``4 N``, weights ``w N``;
-    - for both: a few fp32 tensors of the largest parameter, and the process itself.
+    - for both: a few fp32 tensors of the largest parameter, and the process itself, where it has one of its own.
 
     Args:
         parameters: the model.
-        world: number of ranks, each a process of this machine.
+        world: number of ranks on this machine.
         bucket: requested bucket size, in elements.
+        num_processes: which the ranks are; None: each is one.
     """
     numel = sum(parameter.numel for parameter in parameters)
     weights = sum(parameter.numel * _BYTES[parameter.dtype] for parameter in parameters)
@@ -121,8 +122,8 @@ def memory_estimate(parameters: Sequence[Parameter], world: int, bucket: int) ->
     staging = 2 * 4 * min(size, numel + world)
     subject = weights + 16 * shard + staging + 4 * numel + weights
     reference = 16 * numel + weights
-    both = _TEMPORARIES * 4 * largest + num_buckets * _BUCKET_BYTES + PROCESS_BYTES
-    return world * (subject + reference + both)
+    both = _TEMPORARIES * 4 * largest + num_buckets * _BUCKET_BYTES
+    return world * (subject + reference + both) + (num_processes or world) * PROCESS_BYTES
 
 
 def _gpt2(vocabulary: int, positions: int, hidden: int, layers: int) -> Shapes:

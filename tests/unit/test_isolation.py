@@ -6,19 +6,22 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import harness.drive.handler  # noqa: F401 (imports what a rank has imported, which changes filters and environment)
 from harness.drive import growth
 from harness.drive.growth import Growth, Limits
-from harness.drive.isolation import Isolation, interrupted
+from harness.drive.isolation import Environment, Isolation, interrupted
 from harness.drive.states import STATES, Streams, seed_generators
 from harness.errors import UsageError
 from harness.scenario import presets
@@ -265,3 +268,304 @@ def test_process_groups_and_children_beyond_the_limit_are_named(monkeypatch: pyt
         counts[name] = 3
         said.append(counted.after(SCENARIO))
         assert said == [None, None, None, f"it has 3 more {words} than after its second scenario"]
+
+
+# Several ranks in one process: threads that take turns
+
+WORLD = 2
+PATIENCE_S = 120.0
+
+
+@contextmanager
+def isolated_world() -> Iterator[Isolation]:
+    made = Isolation(None, lambda lost: None)
+    try:
+        yield made
+    finally:
+        made.end("", SCENARIO)
+
+
+def in_threads(isolation: Isolation, act: Callable[[int, Environment], Iterator[None]]) -> None:
+    """Ranks in turns: each goes as far as its next ``yield``, where the other has its turn."""
+    turns = [threading.Semaphore(0) for _ in range(WORLD)]
+    over = threading.Semaphore(0)
+    running = set(range(WORLD))
+    failures: list[Exception] = []
+
+    def run(rank: int) -> None:
+        environment = isolation.environment(rank)
+        assert turns[rank].acquire(timeout=PATIENCE_S)
+        try:
+            with environment.on_thread():
+                for _ in act(rank, environment):
+                    environment.leave()
+                    over.release()
+                    assert turns[rank].acquire(timeout=PATIENCE_S)
+                    environment.come_back()
+        except Exception as error:  # noqa: BLE001 (raised below)
+            failures.append(error)
+        running.discard(rank)
+        over.release()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    while running:
+        for rank in sorted(running):
+            turns[rank].release()
+            assert over.acquire(timeout=PATIENCE_S)
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _patched(*args: object, **kwargs: object) -> None:
+    """Stands for a function of a class's."""
+
+
+# What one rank's class does to the process, and how anybody sees it.
+OF_PROCESS: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype, "default dtype"),
+    "warnings": (lambda: warnings.simplefilter("always"), lambda: list(warnings.filters), "warnings filters"),
+    "recursion limit": (lambda: sys.setrecursionlimit(1234), sys.getrecursionlimit, "recursion limit"),
+    "all_reduce": (
+        lambda: setattr(dist, "all_reduce", _patched),
+        lambda: dist.all_reduce,
+        "functions of torch.distributed",
+    ),
+    "get_rank": (
+        lambda: setattr(dist.distributed_c10d, "get_rank", _patched),
+        lambda: dist.distributed_c10d.get_rank,
+        "functions of torch.distributed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_PROCESS)
+def test_what_a_class_makes_of_the_process_is_not_there_in_others_turns(name: str) -> None:
+    act, see, state = OF_PROCESS[name]
+    seen: dict[tuple[int, str], object] = {}
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        seen[rank, "at first"] = see()
+        with environment.around():
+            if rank == 0:
+                act()
+            seen[rank, "before"] = see()
+            yield
+            seen[rank, "after"] = see()
+        seen[rank, "outside"] = see()
+        yield
+        with environment.around():
+            seen[rank, "later"] = see()
+
+    with isolated_world() as isolation:
+        home = see()
+        isolation.begin("", SCENARIO)
+        in_threads(isolation, rank_acts)
+        left = isolation.end("", SCENARIO)
+
+        assert {seen[0, when] == home for when in ("before", "after", "later")} == {False}
+        assert seen[0, "outside"] == home
+        assert {value == home for (rank, _), value in seen.items() if rank == 1} == {True}
+        assert see() == home
+        assert (left.changed, left.recycle) == ((state,), None)
+
+
+# What is of a thread, likewise; the other rank's thread begins with what every thread does.
+OF_THREAD = [
+    "default device",
+    "no grad",
+    "inference mode",
+    "autocast",
+    "errstate",
+    "threads",
+    "trace",
+    "profile",
+    "block signals",
+]
+
+
+@pytest.mark.parametrize("how", OF_THREAD)
+def test_what_a_class_makes_of_its_thread_is_named_and_is_nobody_elses(how: str) -> None:
+    def others() -> list[object]:
+        return [state.read() for state in STATES if state.thread]
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        if rank == 1:
+            assert others() == fresh
+        with environment.around():
+            if rank == 0:
+                RUDE[how].act()
+            yield
+        if rank == 1:
+            assert others() == fresh
+        yield
+
+    with isolated_world() as isolation:
+        fresh = in_a_thread(others)
+        here = others()
+        isolation.begin("", SCENARIO)
+        in_threads(isolation, rank_acts)
+        left = isolation.end("", SCENARIO)
+
+        assert (left.changed, left.recycle) == (RUDE[how].changed, None)
+        assert others() == here
+        assert in_a_thread(others) == fresh
+
+
+def in_a_thread(function: Callable[[], list[object]]) -> list[object]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend(function()))
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_flushing_subnormals_is_of_one_rank_alone_and_only_of_its_class() -> None:
+    seen: dict[tuple[int, str], bool] = {}
+
+    def flushes() -> bool:
+        return float(torch.tensor(1e-40, dtype=torch.float32) * 1.0) == 0.0
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        with environment.around():
+            torch.set_flush_denormal(rank == 0)
+            yield
+            seen[rank, "inside"] = flushes()
+        seen[rank, "outside"] = flushes()
+
+    with isolated_world() as isolation:
+        isolation.begin("", SCENARIO)
+        in_threads(isolation, rank_acts)
+
+        assert seen == {(0, "inside"): True, (0, "outside"): False, (1, "inside"): False, (1, "outside"): False}
+        assert isolation.end("", SCENARIO).changed == ("flush-denormal mode",)
+
+
+def test_changes_of_all_ranks_are_reported_once_each_and_in_the_order_of_the_table() -> None:
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        with environment.around():
+            torch.set_grad_enabled(rank == 0)
+            torch.set_default_dtype(torch.float64)
+            yield
+            gc.disable()
+
+    with isolated_world() as isolation:
+        isolation.begin("", SCENARIO)
+        in_threads(isolation, rank_acts)
+
+        assert isolation.end("", SCENARIO).changed == ("default dtype", "grad mode", "garbage collector")
+        assert (torch.get_default_dtype(), gc.isenabled()) == (torch.float32, True)
+
+
+def test_a_rank_that_is_not_in_a_call_of_its_class_has_nothing_to_put_aside() -> None:
+    with isolated_world() as isolation:
+        isolation.begin("", SCENARIO)
+        environment = isolation.environment(0)
+        torch.set_default_dtype(torch.float64)
+        environment.leave()
+
+        assert torch.get_default_dtype() == torch.float64
+
+
+def test_each_ranks_import_has_its_own_functions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the modules of the class are imported for each rank, what they put into torch is of that rank."""
+    monkeypatch.delenv("MINE", raising=False)
+    functions = [lambda: 0, lambda: 1]
+    seen = []
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        for _ in range(2):
+            with environment.around():
+                yield
+                device = torch.empty(0).device.type
+                seen.append((rank, dist.reduce is functions[rank], os.environ["MINE"], device, torch.is_grad_enabled()))
+
+    with isolated_world() as isolation:
+        original = dist.reduce
+        for rank in range(WORLD):
+            with isolation.importing("one", rank):
+                dist.reduce = functions[rank]
+                os.environ["MINE"] = f"of {rank}"  # the process has but one: the first counts
+                torch.set_default_device("meta")
+                torch.set_grad_enabled(False)
+            assert (dist.reduce is original, "MINE" in os.environ, torch.is_grad_enabled()) == (True, False, True)
+        isolation.begin("one", SCENARIO)
+        assert (dist.reduce is original, os.environ["MINE"]) == (True, "of 0")
+        in_threads(isolation, rank_acts)
+
+        assert isolation.end("one", SCENARIO).changed == ()
+        assert sorted(seen) == [(rank, True, "of 0", "meta", False) for rank in (0, 0, 1, 1)]
+        assert (dist.reduce is original, "MINE" in os.environ) == (True, False)
+
+
+def test_an_import_in_a_process_of_several_ranks_is_for_one_of_them() -> None:
+    with isolated_world() as isolation, pytest.raises(ValueError, match="for which rank"), isolation.importing("one"):
+        pass
+
+
+def test_each_rank_is_asked_for_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[object] = ["of 0", "of 1"]
+    turn: list[int] = []
+    monkeypatch.setattr("harness.drive.isolation.default_group", lambda: groups[turn[-1]] if turn else None)
+    gone = {}
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        if rank == 1:
+            groups[1] = None
+        yield
+        gone[rank] = environment.group_is_gone
+
+    with isolated_world() as isolation:
+        isolation.begin("", SCENARIO)
+        for rank in range(WORLD):
+            turn.append(rank)
+            with isolation.environment(rank).on_thread():
+                for _ in rank_acts(rank, isolation.environment(rank)):
+                    pass
+        turn.clear()
+
+        assert gone == {0: False, 1: True}
+        assert isolation.end("", SCENARIO).recycle is None  # its groups were made for this scenario
+
+
+def test_what_came_back_does_not_come_back_again() -> None:
+    seen = []
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        with environment.around():
+            torch.set_default_dtype(torch.float64)
+            yield
+            torch.set_default_dtype(torch.float32)
+            yield
+            seen.append(torch.get_default_dtype())
+
+    with isolated_world() as isolation:
+        isolation.begin("", SCENARIO)
+        in_threads(isolation, rank_acts)
+
+        assert seen == [torch.float32] * WORLD
+
+
+def test_a_rank_whose_import_raised_has_the_environment_of_the_first() -> None:
+    """Its class is the first one's, then."""
+    seen = []
+
+    def rank_acts(rank: int, environment: Environment) -> Iterator[None]:
+        with environment.around():
+            seen.append((torch.get_default_dtype(), np.geterr()["over"]))
+        yield
+
+    with isolated_world() as isolation:
+        with isolation.importing("one", 0):
+            torch.set_default_dtype(torch.float64)
+        with suppress(ZeroDivisionError), isolation.importing("one", 1):
+            np.seterr(over="raise")
+            _ = 1 / 0
+        isolation.begin("one", SCENARIO)
+        in_threads(isolation, rank_acts)
+
+        assert isolation.end("one", SCENARIO).changed == ()
+        assert seen == [(torch.float64, "warn")] * WORLD

@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import UsageError
 from harness.scenario.model import Clip, Domain, Parameter, Scenario, check, steps
-from harness.scenario.presets import MAX_ROUNDING, PRESETS, campaign, memory_estimate, parameters
+from harness.scenario.presets import MAX_ROUNDING, PRESETS, PROCESS_BYTES, campaign, memory_estimate, parameters
 from harness.scenario.values import gradient
 
 COUNTS = {
@@ -162,6 +162,11 @@ def test_the_memory_estimate_follows_its_derivation() -> None:
         per_element = (two - one) / 500_000 / world
         # weights 2 and 2, gradients 2, host vector 4, reference 16, shard 16 / W, and a little for each bucket.
         assert 26 + 16 / world <= per_element <= 26 + 16 / world + 1.1
+
+
+def test_ranks_of_one_process_need_the_memory_of_one_more_than_their_tensors() -> None:
+    few = [Parameter("p", (1000,))]
+    assert memory_estimate(few, 4, 100) - memory_estimate(few, 4, 100, num_processes=1) == 3 * PROCESS_BYTES
 
 
 def test_the_memory_estimate_of_gpt2_is_near_what_was_measured() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from harness.drive import shard as shard_module
 from harness.drive.shard import Difference, ShardMap
 from harness.oracles.bounds import FP32_MAX
+from harness.oracles.compare import flat_bytes
 from harness.oracles.contributions import Interval, any_order
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
 from harness.scenario.partition import Partition
@@ -190,6 +191,22 @@ def test_the_first_of_several_differences_is_the_first_of_the_shard_and_all_are_
                 assert where(found) == owned[first][1:5], (case.partition, rank)
                 assert found.mismatch is not None
                 assert found.mismatch.count == len(wrong)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_look_at_all_expected_bytes_finds_what_a_look_at_the_tensors_finds(signed: bool) -> None:
+    for case in layouts():
+        expected = case.parameters()
+        flat = flat_bytes(expected)
+        assert flat is not None
+        for rank in range(case.partition.world):
+            shard_map, shard = case.shard_map(rank), case.shard(rank)
+            for position in (None, *range(case.partition.shard_len)):
+                seen = shard.clone()
+                if position is not None:
+                    seen[position] = -0.0
+                closely = shard_map.compare(seen, expected.__getitem__, signed_zeros=signed)
+                assert shard_map.compare(seen, expected.__getitem__, signed_zeros=signed, flat=flat) == closely
 
 
 @pytest.mark.parametrize(("signed", "count"), [(True, 1), (False, 0)])
