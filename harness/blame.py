@@ -14,7 +14,7 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from harness.drive.trail import Left
-from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport
+from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport, Told
 from harness.oracles import judge, sequence
 from harness.verdict import (
     STAGE_ORDER,
@@ -39,7 +39,8 @@ def cause(
     """The divergence to report for a run in which at least one rank sent no verdict.
 
     A difference that was seen before comes first, in values or in the sequence of collectives. Then the rank that ended
-    by itself or raised first; last a rank that made no progress, of several the one that the others wait for.
+    by itself or raised first; then what a simulated world knows; last a rank that made no progress, of several the one
+    that the others wait for.
 
     Args:
         outcome: Of the task.
@@ -65,6 +66,8 @@ def cause(
         report.rank: _told(verdicts[report.rank]) if report.rank in verdicts else lefts(report.rank)
         for report in outcome.ranks
     }
+    if outcome.told is not None:
+        return _told_by_the_world(outcome.told, everyone, silent)
     gave_up = [rank for rank, verdict in verdicts.items() if judge.peer_lost(verdict)]
     return _stuck(silent, everyone, gave_up)
 
@@ -167,6 +170,18 @@ def attributed(found: Divergence, verdicts: Sequence[RankVerdict]) -> Divergence
     return found
 
 
+def raced(found: Divergence, race: Divergence) -> Divergence:
+    """A difference in values that comes of a race, told as that race: where it shows is kept."""
+    return replace(
+        found,
+        property=race.property,
+        stage=race.stage,
+        step=race.step,
+        rank=race.rank,
+        message=f"{race.message}; {found.message}",
+    )
+
+
 def _at_the_giver(found: Divergence, rank: int, note: Handed, world: int) -> Divergence:
     if note.instead is None:
         return replace(found, rank=rank, message=f"{found.message}: rank {rank} {note.message}")
@@ -212,6 +227,26 @@ def _world_of(call: Collective) -> int:
 
 
 # --- ranks that do not get on -----------------------------------------------------------------------------------------
+
+
+def _told_by_the_world(told: Told, everyone: Mapping[int, Left], silent: Sequence[RankReport]) -> Divergence:
+    """Where the rank is that is to blame; where nobody can tell, the one that got the least far."""
+    ranks = told.ranks
+    if not ranks and told.kind == "deadlock":
+        suspects = _suspects(silent, everyone) if silent else []
+        ranks = (suspects[0].rank,) if len(suspects) == 1 else ()
+    at = min(ranks or everyone, key=lambda rank: (_when(everyone[rank]), rank))
+    return Divergence(
+        property=Property.TRAFFIC if told.kind == "mismatch" else Property.PROGRESS,
+        step=everyone[at].step,
+        stage=everyone[at].stage,
+        rank=at if ranks else None,
+        message=told.message,
+    )
+
+
+def _when(left: Left) -> tuple[int, int]:
+    return (-1 if left.step is None else left.step, STAGE_ORDER[left.stage])
 
 
 def _stuck(silent: Sequence[RankReport], everyone: Mapping[int, Left], gave_up: Sequence[int]) -> Divergence:
@@ -280,8 +315,8 @@ def _why(report: RankReport, gave_up: Sequence[int]) -> str:
         if report.error and "connection" in report.error:
             return f"it {report.error}"  # and was given up for that, with time left
         return "it was still running when its time was up (--timeout gives more)"
-    if report.end is RankEnd.STALLED:
-        return f"it {report.error}"
+    if report.end in (RankEnd.STALLED, RankEnd.DEADLOCKED):
+        return f"it {report.error or 'waits for what never comes'}"
     return report.error or report.end.value
 
 
@@ -328,7 +363,8 @@ def _suspects(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> lis
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
-_HARNESS = re.compile(r"/harness/(launch|drive|faults)/")
+_HARNESS = re.compile(r"/harness/(launch|drive|faults|sim)/")
+_SIM = re.compile(r"/harness/sim/")
 
 
 @dataclass(frozen=True)
@@ -342,9 +378,15 @@ class _Frame:
         return "-packages/torch/" in self.file
 
     @property
+    def drives(self) -> bool:
+        """Whether only the thread that drives a rank has such a frame: of its process, or of its simulated world."""
+        return bool(_SIM.search(self.file)) or (self.function == "_serve" and bool(_HARNESS.search(self.file)))
+
+    @property
     def in_subject(self) -> bool:
         standard = "/lib/python3" in self.file and "-packages/" not in self.file
-        return not (standard or self.in_torch or self.file.startswith("<") or _HARNESS.search(self.file))
+        wrapper = self.file.endswith("-packages/typing_extensions.py")  # of torch's deprecated functions
+        return not (standard or wrapper or self.in_torch or self.file.startswith("<") or _HARNESS.search(self.file))
 
 
 def without_harness(stacks: str) -> str:
@@ -370,7 +412,7 @@ class Stack:
         """Found in the stacks of all threads of a rank; None where they do not show it."""
         for block in re.split(r"^(?=Thread |Current thread )", text or "", flags=re.MULTILINE):
             frames = tuple(_Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block))
-            if any(frame.function == "_serve" and _HARNESS.search(frame.file) for frame in frames):
+            if any(frame.drives for frame in frames):
                 return Stack(frames)
         return None
 

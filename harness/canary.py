@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
-from harness.launch.pool import RankPool
+from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
 from harness.subjects.source import parse
 from harness.verdict import Property, Stage
@@ -26,7 +25,7 @@ CANARIES = (
 )
 
 
-def check_canaries(pool: RankPool, world: int) -> None:
+def check_canaries(pool: Pool, world: int) -> None:
     """Run both on the ranks of one world.
 
     Raises:

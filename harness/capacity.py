@@ -12,6 +12,7 @@ import psutil
 
 from harness.errors import UsageError
 from harness.scenario.presets import PROCESS_BYTES
+from harness.sim.lanes import MAX_LANES
 
 # Measured with torch 2.13 on the CPU: the process that ranks are forked from (294 MiB), and this one (37 MiB).
 _BASE_BYTES = 384 * 2**20
@@ -19,6 +20,10 @@ _BASE_BYTES = 384 * 2**20
 _RANK_THREADS = 4
 _MORE_THREADS = 16
 _MORE_DESCRIPTORS = 32
+
+# A simulated rank is a thread with the objects of a scenario, and two descriptors of the file of its trail.
+_SIMULATED_RANK_BYTES = 4 * 2**20
+_SIMULATED_RANK_DESCRIPTORS = 2
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -50,6 +55,56 @@ def check_ranks(worlds: Sequence[int]) -> None:
             f"{what}: {num_ranks} ranks need about {threads} threads, {left} more may be started "
             "(`ulimit -u`, pids.max of the container): use fewer or smaller worlds"
         )
+
+
+def check_simulation(worlds: Sequence[int]) -> None:
+    """The same of simulated worlds, which live in one process, one world at a time.
+
+    That there is more than one such process (:func:`simulation_lanes`) is not required.
+
+    Raises:
+        UsageError: too little memory, or too low a limit of open files or of threads.
+    """
+    world = max(worlds)
+    what = f"world {world} on --backend sim"
+    needed, available = _BASE_BYTES + PROCESS_BYTES + world * _SIMULATED_RANK_BYTES, available_memory()
+    if needed > available:
+        raise UsageError(
+            f"{what} needs about {needed / 2**30:.1f} GiB of memory before it holds any tensor, "
+            f"{available / 2**30:.1f} GiB are available: use smaller worlds"
+        )
+    descriptors = sum(worlds) * _SIMULATED_RANK_DESCRIPTORS + _MORE_DESCRIPTORS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and descriptors > limit:
+        raise UsageError(
+            f"{what} needs about {descriptors} open files in a process, {limit} are allowed: "
+            "raise it with `ulimit -n`, or use smaller worlds"
+        )
+    threads, left = world + _RANK_THREADS + _MORE_THREADS, available_threads()
+    if left is not None and threads > left:
+        raise UsageError(
+            f"{what} needs about {threads} threads, {left} more may be started "
+            "(`ulimit -u`, pids.max of the container): use smaller worlds"
+        )
+
+
+def simulation_lanes(worlds: Sequence[int], scenario_bytes: int = 0) -> int:
+    """How many processes may run simulated worlds side by side: one a core, as far as memory and threads suffice.
+
+    Args:
+        worlds: Any of these may run in each.
+        scenario_bytes: What the largest scenario holds in tensors; 0: too little to count.
+
+    Returns:
+        At least 1, which is the process of :func:`check_simulation` itself; else it is there beside so many.
+    """
+    cores, world = len(os.sched_getaffinity(0)), max(worlds)
+    held = PROCESS_BYTES + world * _SIMULATED_RANK_BYTES + scenario_bytes
+    fits = [cores, MAX_LANES, (available_memory() - _BASE_BYTES) // held - 1]
+    left = available_threads()
+    if left is not None:
+        fits.append((left - _MORE_THREADS) // (world + _RANK_THREADS) - 1)
+    return max(1, min(fits))
 
 
 def available_memory() -> int:

@@ -24,6 +24,7 @@ from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
 from harness.report.result import Examples, Result
 from harness.scenario.model import MAX_ELEMENTS, Parameter
+from harness.sim.choices import Schedule, SumOrder
 
 if TYPE_CHECKING:
     from harness.runner import CampaignOptions
@@ -48,6 +49,7 @@ Examples:
   zero2-harness verify
   zero2-harness verify --subject my_trainer.optim:Zero2 --world 1,2,3,4
   zero2-harness verify --subject ./zero2.py:Zero2 --subject-arg overlap=true --seconds 60
+  zero2-harness verify --backend sim --world 2,3,4,8 --examples 1000
   zero2-harness verify --preset gpt2 --world 2 --json result.json
 """
 
@@ -174,13 +176,28 @@ def _subject_options(command: Callable[..., int]) -> Callable[..., int]:
     )(command)
 
 
-_backend_option = click.option(
-    "--backend",
-    type=click.Choice(["gloo", "nccl"]),
-    default="gloo",
-    show_default=True,
-    help="gloo runs on any machine; nccl needs one GPU a rank.",
-)
+def _backend_options(command: Callable[..., int]) -> Callable[..., int]:
+    command = click.option(
+        "--schedule",
+        type=click.Choice([each.value for each in Schedule]),
+        help="With --backend sim: which rank runs next, by the scenario's seed or in turn, and when asynchronous "
+        "collectives happen (default: random).",
+    )(command)
+    command = click.option(
+        "--order",
+        type=click.Choice([each.value for each in SumOrder]),
+        help="With --backend sim: in what order sums are added; ring is gloo's (default: ring).",
+    )(command)
+    return click.option(
+        "--backend",
+        type=click.Choice(["gloo", "nccl", "sim"]),
+        default="gloo",
+        show_default=True,
+        help="gloo runs on any machine; nccl needs one GPU a rank; sim runs all ranks in one process, one at a time: "
+        "fast, deterministic, and up to 256 of them.",
+    )(command)
+
+
 _json_option = click.option(
     "--json",
     "json_path",
@@ -222,7 +239,7 @@ _seed_option = click.option(
     metavar="W[,W...]",
     help="Numbers of ranks, in turn. World 2 alone proves nothing about order; include 3 and 4.",
 )
-@_backend_option
+@_backend_options
 @click.option(
     "--examples",
     type=int,
@@ -257,6 +274,8 @@ def verify(
     subject_args: tuple[str, ...],
     worlds: tuple[int, ...],
     backend: str,
+    order: str | None,
+    schedule: str | None,
     examples: int | None,
     seconds: float | None,
     seed: int | None,
@@ -270,7 +289,8 @@ def verify(
 ) -> int:
     """Run a campaign of generated scenarios over a subject.
 
-    Each scenario is run by real processes, compared at every stage with an unsharded trainer, and judged bitwise.
+    Each scenario is run by real processes (with --backend sim: by the threads of one), compared at every stage with an
+    unsharded trainer, and judged bitwise.
     The first failure is shrunk to its smallest form and saved as a case that `replay` runs again.
     """
     from harness.subjects.source import parse
@@ -281,13 +301,13 @@ def verify(
     parameters = _parameters(preset, params)
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_choices(backend, order, schedule)
     inputs.check_backend(backend, worlds)
-    check_ranks(worlds)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
     # Only now: it loads Hypothesis, and a typing error should not wait for that.
-    from harness.runner import CampaignOptions, run_campaign
+    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, run_campaign
 
     options = CampaignOptions(
         subject=source,
@@ -301,6 +321,8 @@ def verify(
         report=directory,
         timeout_s=timeout,
         stall_s=stall,
+        order=order or DEFAULT_ORDER,
+        schedule=schedule or DEFAULT_SCHEDULE,
     )
     return _judge(
         lambda observer: run_campaign(options, observer),
@@ -314,7 +336,7 @@ def verify(
 @cli.command(short_help="Run one saved case again.", epilog=REPLAY_EXAMPLES + "\n" + EXIT_CODES)
 @click.argument("file", metavar="FILE")
 @_subject_options
-@_backend_option
+@_backend_options
 @_json_option
 @_timeout_option
 @_stall_option
@@ -324,6 +346,8 @@ def replay(
     subject: str | None,
     subject_args: tuple[str, ...],
     backend: str,
+    order: str | None,
+    schedule: str | None,
     json_path: str | None,
     timeout: float | None,
     stall: float | None,
@@ -337,10 +361,10 @@ def replay(
     case = codec.load(Path(file))
     source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
     output = None if json_path is None else inputs.JsonOutput(json_path)
+    inputs.check_choices(backend, order, schedule)
     inputs.check_backend(backend, (case.scenario.world,))
-    check_ranks((case.scenario.world,))
 
-    from harness.runner import CampaignOptions, replay_case
+    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
 
     options = CampaignOptions(
         subject=source,
@@ -354,6 +378,8 @@ def replay(
         report=inputs.DEFAULT_REPORT,
         timeout_s=timeout,
         stall_s=stall,
+        order=order or DEFAULT_ORDER,
+        schedule=schedule or DEFAULT_SCHEDULE,
     )
     return _judge(
         lambda observer: replay_case(case, Path(file), options, observer),
@@ -532,6 +558,13 @@ def bench(
     help="Numbers of ranks, in turn.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(["gloo", "sim"]),
+    default="gloo",
+    show_default=True,
+    help="Processes, or all ranks in one process.",
+)
+@click.option(
     "--examples", type=int, callback=inputs.whole(1), default=2000, show_default=True, metavar="N", help="Scenarios."
 )
 @click.option(
@@ -556,6 +589,7 @@ def soak(
     subject: str | None,
     subject_args: tuple[str, ...],
     worlds: tuple[int, ...],
+    backend: str,
     examples: int,
     every: int,
     seconds: float | None,
@@ -580,6 +614,7 @@ def soak(
     options = SoakOptions(
         subject=parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args)),
         worlds=worlds,
+        backend=backend,
         examples=examples,
         every=every,
         seed=inputs.random_seed() if seed is None else seed,
@@ -589,7 +624,7 @@ def soak(
         stall_s=stall,
     )
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    check_ranks(worlds)
+    inputs.check_backend(backend, worlds)
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {options.seed}")
         with ProgressReport(errors) as progress:
@@ -682,6 +717,8 @@ def _undecided(options: CampaignOptions, reason: str, seconds: float, *, interru
         verdict="unknown",
         subject=options.subject.given,
         backend=options.backend,
+        order=options.order if options.backend == "sim" else None,
+        schedule=options.schedule if options.backend == "sim" else None,
         worlds=options.worlds,
         seed=options.seed,
         examples=Examples(run=0),

@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
 
 import msgspec
 
@@ -24,18 +28,23 @@ from harness.launch import machine
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport, Watch
 from harness.oracles import judge, sequence
 from harness.scenario.model import Scenario
+from harness.sim.lanes import Batch
+from harness.sim.pool import SimPool
 from harness.subjects.builtin import capabilities
 from harness.subjects.source import SubjectSource
 from harness.verdict import Divergence, Property, RankAccount, RankStatus, RankVerdict, Stage
 
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
+SIM_PRELOAD = (*PRELOAD, "harness.sim.handler")
 
 # The last resort, for a subject that gets on for ever: a scenario of this size or less gets the base time, each element
 # that is generated and summed on each rank adds some, and a machine with more to do than it has cores gives so many
 # times more.
 BASE_TIMEOUT_S = 30.0
 TIMEOUT_S_PER_ELEMENT = 1e-6
+# The ranks of a simulated world take turns.
+SIM_TIMEOUT_S_PER_RANK = 1.0
 # A hang is told by this (see harness.launch.outcome.Watch). The longest that the ranks of a right class were seen to
 # wait, with nobody computing, is a fraction of a second.
 BLOCKED_S = 5.0
@@ -44,6 +53,11 @@ COMPUTING_S = 6.0
 IMPORT_BLOCKED_S = 15.0
 IMPORT_COMPUTING_S = 20.0
 IMPORT_TIMEOUT_S = 180.0
+# What the scenarios of a batch may take beside the one that takes longest: whoever makes batches aims at a fraction.
+BATCH_S = 20.0
+# Of the time that a simulated world takes, measured with ZeroMaster: one operation on one rank is as much as so many
+# elements. The two operations that are added to each scenario's stand for what ranks do before and after.
+_OPERATION_COST = 3000
 # How long the others may go on once a rank has failed: to say what they saw themselves. They mostly wait for it.
 GRACE_S = 1.0
 
@@ -52,8 +66,37 @@ _divergence = msgspec.msgpack.Decoder(Divergence)
 _check = msgspec.msgpack.Decoder(SubjectCheck)
 
 
+# A rank that ended so was stopped somewhere.
+_STOPPED = (RankEnd.STALLED, RankEnd.TIMED_OUT, RankEnd.DEADLOCKED, RankEnd.ABANDONED)
 # What a wrong value that one rank handed to a collective shows as.
 _ATTRIBUTABLE = (Property.GRADIENT, Property.SPILL, Property.OWNERSHIP, Property.NORM, Property.WEIGHTS)
+
+
+class Pool(Protocol):
+    """Where scenarios run: :class:`harness.launch.pool.RankPool`, :class:`harness.sim.pool.SimPool`."""
+
+    @property
+    def directory(self) -> Path:
+        """Private to the pool; what ranks leave behind lies there."""
+
+    @property
+    def incidents(self) -> Sequence[str]:
+        """What happened to processes between tasks, one line each."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def home(self, world: int) -> int:
+        """The world by whose number the processes go that run this one."""
+
+    def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch | None = None) -> Outcome:
+        """Have every rank of a world do a task; raises :class:`harness.launch.outcome.PoolError`."""
+
+    def recycle(self, world: int) -> None:
+        """End the processes that run a world; the next task starts fresh ones. Raises the same."""
 
 
 class UndecidedError(Exception):
@@ -81,7 +124,8 @@ class Evaluation:
 
     Attributes:
         fingerprint: equal for two runs of one scenario when everything observed has the same bits.
-        hung: a rank was still running at the time-out.
+        hung: a rank was still running at the time-out, or did not get on. A deadlock of a simulated world is none: it
+            is known at once.
         output: the end of what the rank of the divergence printed, and what it raised.
         searched: a sum was not added in the predicted order, and the ranks searched for the order together.
         accounts: what each rank was doing, where that is what matters.
@@ -106,8 +150,13 @@ class Evaluation:
     recycled: str | None = None
 
 
-def start_pool(backend: str = "gloo") -> RankPool:
-    """Warm ranks for scenarios of any subject; a context manager that ends them on every path."""
+def start_pool(backend: str = "gloo", lanes: int = 1) -> Pool:
+    """Warm ranks for scenarios of any subject; a context manager that ends them on every path.
+
+    ``lanes``: how many simulated worlds :meth:`Evaluator.evaluate_many` may run side by side (sim).
+    """
+    if backend == "sim":
+        return SimPool(preload=SIM_PRELOAD, lanes=lanes)
     return RankPool(HANDLER, backend=backend, preload=PRELOAD, grace_s=GRACE_S)
 
 
@@ -115,16 +164,32 @@ class Evaluator:
     """Runs scenarios of one subject on the ranks of a pool (:func:`start_pool`)."""
 
     def __init__(
-        self, subject: SubjectSource, pool: RankPool, *, timeout_s: float | None = None, stall_s: float | None = None
+        self,
+        subject: SubjectSource,
+        pool: Pool,
+        *,
+        timeout_s: float | None = None,
+        stall_s: float | None = None,
+        order: str = "ring",
+        schedule: str = "random",
     ) -> None:
-        """``timeout_s``: how long a scenario may take; ``stall_s``: how long without progress; None: by its size."""
+        """``timeout_s``: how long a scenario may take; ``stall_s``: how long without progress; None: by its size.
+        ``order``, ``schedule``: see :class:`harness.drive.tasks.RunScenario`."""
         self.timeout_s = timeout_s
         self.stall_s = stall_s
         self._subject = SubjectName(subject.absolute, subject.args)
         self._capabilities = capabilities(subject.absolute)
         self._pool = pool
-        self._imported: set[int] = set()
+        self._order, self._schedule = order, schedule
+        self._imported: set[int] = set()  # the homes of worlds
         self._exchanges = False
+        self._lanes_ready = False
+        self._closely = False
+
+    @property
+    def lanes(self) -> int:
+        """How many scenarios :meth:`evaluate_many` runs at the same time."""
+        return self._pool.lanes if isinstance(self._pool, SimPool) else 1
 
     def prepare(self, world: int) -> None:
         """Start the ranks of one world and import the subject there, unless that is done.
@@ -133,9 +198,10 @@ class Evaluator:
             UsageError: the subject cannot be imported or lacks the interface.
             UndecidedError: the ranks could not be started.
         """
-        if world in self._imported:
+        home = self._pool.home(world)
+        if home in self._imported:
             return
-        outcome = self._check(world)
+        outcome = self._check(home)
         _require_working(outcome)
         if not outcome.replied:
             report = _first_failed(outcome)
@@ -146,7 +212,7 @@ class Evaluator:
             problem = _check.decode(report.reply or b"").problem
             if problem is not None:
                 raise UsageError(problem)
-        self._imported.add(world)
+        self._imported.add(home)
 
     def evaluate(self, scenario: Scenario) -> Evaluation:
         """Run a scenario once.
@@ -164,26 +230,114 @@ class Evaluator:
                 return _changed_its_sum(evaluation)
         return evaluation
 
+    def evaluate_many(self, scenarios: Sequence[Scenario]) -> Iterator[Evaluation]:
+        """What :meth:`evaluate` gives for each, in order, at the same time where the pool has lanes.
+
+        Side by side is only the fast way to what holds: a scenario of which anything else came is run again by itself
+        when its turn comes, and what comes of that counts. To be called again once this one is exhausted, or closed.
+
+        Raises:
+            UsageError, UndecidedError: see :meth:`evaluate`.
+        """
+        if isinstance(self._pool, SimPool) and self.lanes > 1 and len(scenarios) > 1:
+            yield from self._side_by_side(self._pool, scenarios)
+        else:
+            yield from map(self.evaluate, scenarios)
+
+    def _side_by_side(self, pool: SimPool, scenarios: Sequence[Scenario]) -> Iterator[Evaluation]:
+        before, exchanges = len(pool.incidents), self._exchanges
+        batch = self._batch(pool, scenarios)
+        known = [self._holding(*pair) for pair in zip(scenarios, batch.outcomes, strict=True)]
+        if not batch.kept:
+            self._lanes_ready = False
+        elif any(evaluation is not None and evaluation.recycled is not None for evaluation in known):
+            with _undecided():
+                pool.recycle_lanes()
+            self._lanes_ready = False
+        crashed = _crashed(pool.incidents[before:])
+        if crashed is not None:
+            known[0] = crashed
+        for index, (scenario, evaluation) in enumerate(zip(scenarios, known, strict=True)):
+            # From the first sum in an order of its own on, all scenarios begin with the search.
+            if evaluation is None or self._exchanges is not exchanges:
+                evaluation = self.evaluate(scenario)
+                if index in batch.died and evaluation.conclusion is not Conclusion.VIOLATED:
+                    evaluation = _died_among_others(batch.died[index])
+            yield evaluation
+
+    def _batch(self, pool: SimPool, scenarios: Sequence[Scenario]) -> Batch:
+        with _undecided():
+            if not self._lanes_ready:
+                self._lanes_ready = self._check_lanes(pool)
+            if not self._lanes_ready:
+                return Batch((None,) * len(scenarios), {}, kept=False)
+            watches = [self._watch(scenario) for scenario in scenarios]
+            return pool.run_many(
+                [self._task(scenario) for scenario in scenarios],
+                [cost(scenario) for scenario in scenarios],
+                timeout_s=max(map(self._timeout_s, scenarios)) + BATCH_S * machine.patience(),
+                blocked_s=max(watch.blocked_s for watch in watches),
+                computing_s=max(watch.computing_s for watch in watches),
+            )
+
+    def _holding(self, scenario: Scenario, outcome: Outcome | None) -> Evaluation | None:
+        """What came of a scenario beside others; None: something other than that it holds, or is not supported."""
+        if outcome is None or outcome.told is not None or any(report.reply is None for report in outcome.ranks):
+            return None
+        try:
+            evaluation = self._concluded(scenario, outcome, lambda _rank: Left())
+        except (UsageError, UndecidedError):
+            return None  # as it will be told once more
+        return evaluation if evaluation.conclusion in (Conclusion.HOLDS, Conclusion.UNSUPPORTED) else None
+
+    def _check_lanes(self, pool: SimPool) -> bool:
+        watch = Watch(lambda _lane: None, self.stall_s or IMPORT_BLOCKED_S, self.stall_s or IMPORT_COMPUTING_S)
+        timeout_s = self.timeout_s or IMPORT_TIMEOUT_S
+        return pool.check_lanes(encode(CheckSubject(self._subject)), timeout_s=timeout_s, watch=watch)
+
     def _evaluate(self, scenario: Scenario) -> Evaluation:
-        return self._ran(scenario)[1]
+        return self._ran(scenario, inspect=self._closely)[1]
+
+    def closely(self, scenario: Scenario, evaluation: Evaluation) -> Evaluation:
+        """What holds, looked at once more in a simulated world, operation by operation, which takes its time.
+
+        A buffer that is read before its collective was waited for is found otherwise by what that spoils, which may be
+        nothing. Once one was found so, whatever is evaluated is looked at like this.
+        """
+        if not isinstance(self._pool, SimPool) or evaluation.conclusion is not Conclusion.HOLDS:
+            return evaluation
+        _, again = self._ran(scenario, inspect=True)
+        found = again.divergence
+        if again.conclusion is not Conclusion.VIOLATED or found is None or found.property is not Property.TRAFFIC:
+            return evaluation
+        self._closely = True
+        return again
 
     def _ran(self, scenario: Scenario, *, inspect: bool = False) -> tuple[Outcome, Evaluation]:
         self.prepare(scenario.world)
         before = len(self._pool.incidents)
-        task = RunScenario(self._subject, scenario, self._exchanges, inspect)
+        task = self._task(scenario, inspect=inspect)
+        home = self._pool.home(scenario.world)
         outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario), self._watch(scenario))
         if not outcome.replied:
-            self._imported.discard(scenario.world)  # the next run starts fresh ranks
+            self._imported.discard(home)  # the next run starts fresh ranks
         crashed = _crashed(self._pool.incidents[before:])
         if crashed is not None:
             return outcome, crashed
-        evaluation = conclude(outcome, self._lefts(scenario.world), self._implied(scenario))
-        if evaluation.conclusion is Conclusion.HOLDS and expect.unhit(scenario, evaluation.hits):
-            evaluation = dataclasses.replace(evaluation, conclusion=Conclusion.UNHIT)
+        evaluation = self._concluded(scenario, outcome, self._lefts(scenario.world))
         if evaluation.recycled is not None:
             self._pool.recycle(scenario.world)
-            self._imported.discard(scenario.world)
+            self._imported.discard(home)
         return outcome, evaluation
+
+    def _task(self, scenario: Scenario, *, inspect: bool = False) -> RunScenario:
+        return RunScenario(self._subject, scenario, self._exchanges, inspect, self._order, self._schedule)
+
+    def _concluded(self, scenario: Scenario, outcome: Outcome, lefts: Callable[[int], Left]) -> Evaluation:
+        evaluation = conclude(outcome, lefts, self._implied(scenario))
+        if evaluation.conclusion is Conclusion.HOLDS and expect.unhit(scenario, evaluation.hits):
+            evaluation = dataclasses.replace(evaluation, conclusion=Conclusion.UNHIT)
+        return evaluation
 
     def _lefts(self, world: int) -> Callable[[int], Left]:
         """Reads each rank's trail once, when it is asked for."""
@@ -195,23 +349,38 @@ class Evaluator:
     def attributed(self, scenario: Scenario, evaluation: Evaluation) -> Evaluation:
         """A violation with the rank whose doing it is, where one more run can tell; else as it is."""
         found = evaluation.divergence
-        if found is None or scenario.world == 1 or found.property not in _ATTRIBUTABLE:
+        if found is None or found.property not in _ATTRIBUTABLE:
             return evaluation
+        if scenario.world == 1 and not isinstance(self._pool, SimPool):
+            return evaluation  # there is no other, and no asynchronous collective to be looked at
         outcome, again = self._ran(scenario, inspect=True)
-        if again.divergence is None or again.divergence.when != found.when or not outcome.replied:
+        if again.divergence is None or again.divergence.when > found.when or not outcome.replied:
             return evaluation
         verdicts = [_verdict.decode(report.reply or b"") for report in outcome.ranks]
-        attributed = blame.attributed(found, verdicts)
+        if again.divergence.property is Property.TRAFFIC:
+            # What a simulated world sees of the buffers of collectives when it looks closely.
+            attributed = blame.raced(found, again.divergence)
+        elif again.divergence.when == found.when:
+            attributed = blame.attributed(found, verdicts)
+        else:
+            return evaluation
         sent = {verdict.rank: verdict for verdict in verdicts}
         accounts = _accounts(outcome, attributed, sent, self._lefts(scenario.world))
         return dataclasses.replace(evaluation, divergence=attributed, accounts=accounts)
 
     def crashed_when_idle(self, world: int) -> Evaluation | None:
-        """A violation when a rank of this world, if there is any, ended after it had sent its last verdict."""
-        if world not in self._imported:
+        """A violation when a rank of this world, if there is any, ended after it had sent its last verdict.
+
+        Of simulated worlds: also when the process of a lane did.
+        """
+        home = self._pool.home(world)
+        if home not in self._imported:
             return None
         before = len(self._pool.incidents)
-        self._check(world)
+        self._check(home)
+        if self._lanes_ready and isinstance(self._pool, SimPool):
+            with _undecided():
+                self._check_lanes(self._pool)
         return _crashed(self._pool.incidents[before:])
 
     def _check(self, world: int) -> Outcome:
@@ -220,15 +389,16 @@ class Evaluator:
         return self._run(world, encode(CheckSubject(self._subject)), self.timeout_s or IMPORT_TIMEOUT_S, watch)
 
     def _run(self, world: int, task: bytes, timeout_s: float, watch: Watch) -> Outcome:
-        try:
+        with _undecided():
             return self._pool.run(world, task, timeout_s=timeout_s, watch=watch)
-        except PoolError as error:
-            raise UndecidedError(str(error)) from error
 
     def _timeout_s(self, scenario: Scenario) -> float:
         if self.timeout_s is not None:
             return self.timeout_s
-        return (BASE_TIMEOUT_S + TIMEOUT_S_PER_ELEMENT * _work(scenario)) * machine.patience()
+        base_s = BASE_TIMEOUT_S
+        if self._pool.home(scenario.world) != scenario.world:
+            base_s += SIM_TIMEOUT_S_PER_RANK * scenario.world
+        return (base_s + TIMEOUT_S_PER_ELEMENT * _work(scenario)) * machine.patience()
 
     def _watch(self, scenario: Scenario) -> Watch:
         directory, world = self._pool.directory, scenario.world
@@ -238,6 +408,20 @@ class Evaluator:
             blocked_s=self.stall_s or BLOCKED_S + BLOCKED_S_PER_ELEMENT * work,
             computing_s=self.stall_s or COMPUTING_S + TIMEOUT_S_PER_ELEMENT * work,
         )
+
+
+@contextmanager
+def _undecided() -> Iterator[None]:
+    """Raises UndecidedError: what is done inside raised PoolError."""
+    try:
+        yield
+    except PoolError as error:
+        raise UndecidedError(str(error)) from error
+
+
+def cost(scenario: Scenario) -> float:
+    """About how long a simulated world takes for a scenario, compared with others."""
+    return _OPERATION_COST * scenario.world * (len(scenario.operations) + 2) + _work(scenario)
 
 
 def _work(scenario: Scenario) -> int:
@@ -257,6 +441,8 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         UsageError, UndecidedError: see :meth:`Evaluator.evaluate`.
     """
     _require_working(outcome)
+    if outcome.told is not None and outcome.told.kind == "refusal":
+        raise UndecidedError(f"a simulated world cannot run this class: {outcome.told.message}")
     try:
         verdicts = [_verdict.decode(report.reply) for report in outcome.ranks if report.reply is not None]
         if any(verdict.unresolved for verdict in verdicts):
@@ -268,7 +454,7 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
     if judgement.interface is not None:
         raise UsageError(judgement.interface)
     sent = {verdict.rank: verdict for verdict in verdicts}
-    if silent:
+    if silent or outcome.told is not None:
         judgement = dataclasses.replace(judgement, divergence=blame.cause(outcome, judgement.divergence, sent, lefts))
     if judgement.divergence is not None:
         conclusion = Conclusion.VIOLATED
@@ -288,7 +474,7 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         checks=checks,
         oracle=oracle,
         situations=frozenset(situation for verdict in verdicts for situation in verdict.situations),
-        fingerprint=_fingerprint(verdicts, judgement.divergence),
+        fingerprint=(*_fingerprint(verdicts, judgement.divergence), outcome.trace),
         hung=any(report.end in (RankEnd.TIMED_OUT, RankEnd.STALLED) for report in outcome.ranks),
         output=_output(outcome, verdicts, judgement.divergence),
         seconds=outcome.seconds,
@@ -325,6 +511,16 @@ def _crashed(incidents: Sequence[str]) -> Evaluation | None:
     if not incidents:
         return None
     found = Divergence(property=Property.PROGRESS, stage=Stage.GATHER, message=f"after a scenario, {incidents[0]}")
+    return Evaluation(Conclusion.VIOLATED, found, fingerprint=(Property.PROGRESS,))
+
+
+def _died_among_others(error: str) -> Evaluation:
+    """The process of a lane ended; what it ran is fine by itself, and so is what ran before."""
+    found = Divergence(
+        property=Property.PROGRESS,
+        stage=Stage.GATHER,
+        message=f"the process that ran this scenario after others ended: {error}; by itself it does not fail",
+    )
     return Evaluation(Conclusion.VIOLATED, found, fingerprint=(Property.PROGRESS,))
 
 
@@ -380,7 +576,7 @@ def _output(outcome: Outcome, verdicts: list[RankVerdict], divergence: Divergenc
 
 
 def _stacks(report: RankReport) -> str:
-    if not report.stacks or report.end not in (RankEnd.STALLED, RankEnd.TIMED_OUT, RankEnd.ABANDONED):
+    if not report.stacks or report.end not in _STOPPED:
         return ""  # a rank that has replied only waits for its next task
     return f"where rank {report.rank} was when it was stopped:\n{blame.without_harness(report.stacks)}"
 

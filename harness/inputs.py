@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from harness.capacity import check_ranks, check_simulation
 from harness.errors import UsageError
 from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
@@ -230,12 +231,33 @@ def _why(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
-def check_backend(backend: str, worlds: Sequence[int]) -> None:
-    """NCCL wants one GPU a rank; ask a child process, since this one never imports torch.
+def check_choices(backend: str, order: str | None, schedule: str | None) -> None:
+    """Only a simulated world can be told how to add and who runs when.
 
     Raises:
-        UsageError: fewer GPUs than ranks, or a torch without NCCL.
+        UsageError: another backend.
     """
+    for option, value in (("--order", order), ("--schedule", schedule)):
+        if value is not None and backend != "sim":
+            raise UsageError(f"{option} {value}: {backend} leaves no such choice; add --backend sim")
+
+
+def check_backend(backend: str, worlds: Sequence[int]) -> None:
+    """Refuse ranks that cannot be started.
+
+    NCCL wants one GPU a rank; a child process is asked, since this one never imports torch.
+
+    Raises:
+        UsageError: too little memory, or too low a limit; fewer GPUs than ranks, or a torch without NCCL.
+    """
+    if backend == "sim":
+        check_simulation(worlds)
+    else:
+        _check_gpus(backend, worlds)
+        check_ranks(worlds)
+
+
+def _check_gpus(backend: str, worlds: Sequence[int]) -> None:
     if backend != "nccl":
         return
     question = "import torch; print(int(torch.distributed.is_nccl_available()), torch.cuda.device_count())"

@@ -20,19 +20,20 @@ from typing import Protocol
 import msgspec
 
 from harness.canary import check_canaries
-from harness.capacity import available_memory
+from harness.capacity import available_memory, simulation_lanes
 from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
-from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
+from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError, cost, start_pool
 from harness.faults import expect, language
-from harness.launch.pool import RankPool
+from harness.pace import CHUNK_S, Pace
 from harness.report import result as results
 from harness.report.console import describe
 from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
 from harness.scenario.model import Parameter, Scenario, check
 from harness.scenario.situations import Situation, reached, required
+from harness.sim.choices import Schedule, SumOrder
 from harness.subjects.source import SubjectSource, is_local
 from harness.verdict import Divergence, Oracle, Property, Stage
 
@@ -45,8 +46,15 @@ LARGEST_BUCKET = 2**25
 REPEAT_EVERY = 20
 """Every so many scenarios one is run twice and must give the same bits."""
 
+CLOSELY_EVERY = 60
+"""Every so many scenarios one is looked at closely, in a simulated world: that takes as long as several."""
+
 REPLAYS = 4
 """How often a failing scenario is run again before it counts as failing every time."""
+
+DEFAULT_ORDER = SumOrder.RING.value
+DEFAULT_SCHEDULE = Schedule.RANDOM.value
+"""Of simulated worlds."""
 
 SHRINK_S = 60.0
 """Default bound of the time spent on making a failing scenario smaller."""
@@ -65,6 +73,7 @@ class CampaignOptions:
         timeout_s: limit of one scenario; None: by its size.
         stall_s: limit of the time in which no rank gets on; None: by the size of the scenario.
         shrink_s: upper bound of the time spent on making a failing scenario smaller.
+        order, schedule: of simulated worlds (``backend`` sim), see :mod:`harness.sim.choices`.
     """
 
     subject: SubjectSource
@@ -79,6 +88,8 @@ class CampaignOptions:
     timeout_s: float | None
     shrink_s: float = SHRINK_S
     stall_s: float | None = None
+    order: str = DEFAULT_ORDER
+    schedule: str = DEFAULT_SCHEDULE
 
 
 class Observer(Protocol):
@@ -144,7 +155,7 @@ class _Found:
     evaluation: Evaluation
 
 
-def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | None = None) -> Result:
+def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None = None) -> Result:
     """Run scenarios until the first violation, the number of examples, or the time is up.
 
     Ranks are started for the campaign and ended with it, unless a ``pool`` (:func:`harness.evaluate.start_pool`) is
@@ -160,8 +171,9 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
     reason: str | None = None
     interrupted = False
     try:
-        with _ranks(options, pool) as ranks:
-            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
+        lanes = simulation_lanes(options.worlds, source.memory) if options.backend == "sim" else 1
+        with _ranks(options, pool, lanes) as ranks:
+            evaluator = _evaluator(options, ranks)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
             if source.total >= FULL_CAMPAIGN:
                 check_canaries(ranks, options.worlds[0])
@@ -188,7 +200,7 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: RankPool | 
 
 
 def replay_case(
-    case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: RankPool | None = None
+    case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: Pool | None = None
 ) -> Result:
     """Run one saved case, several times: a violation that comes and goes is still one (``determinism``)."""
     tally = _Tally()
@@ -197,13 +209,13 @@ def replay_case(
     reason: str | None = None
     interrupted = False
     scenario = case.scenario
-    _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case")
+    _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case", simulated=options.backend == "sim")
     try:
         with _ranks(options, pool) as ranks:
-            evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
+            evaluator = _evaluator(options, ranks)
             evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
-            first = evaluator.evaluate(scenario)
+            first = evaluator.closely(scenario, evaluator.evaluate(scenario))
             _require_hit(scenario, first)
             tally.add(scenario, first)
             if first.conclusion is Conclusion.VIOLATED:
@@ -223,18 +235,32 @@ def replay_case(
     return _result(options, tally, found, reason, interrupted, replayed=(case, path))
 
 
-def _ranks(options: CampaignOptions, pool: RankPool | None) -> AbstractContextManager[RankPool]:
-    return start_pool(options.backend) if pool is None else nullcontext(pool)
+def _ranks(options: CampaignOptions, pool: Pool | None, lanes: int = 1) -> AbstractContextManager[Pool]:
+    return start_pool(options.backend, lanes) if pool is None else nullcontext(pool)
+
+
+def _evaluator(options: CampaignOptions, ranks: Pool) -> Evaluator:
+    return Evaluator(
+        options.subject,
+        ranks,
+        timeout_s=options.timeout_s,
+        stall_s=options.stall_s,
+        order=options.order,
+        schedule=options.schedule,
+    )
 
 
 # --- where scenarios come from ----------------------------------------------------------------------------------------
 
 
 class _Source(Protocol):
-    total: int
+    """``memory``: bytes that a scenario needs, where they are many; else 0."""
 
-    def scenario(self, index: int) -> Scenario:
-        """The scenario of this number; the same every time."""
+    total: int
+    memory: int
+
+    def scenario(self, index: int, ahead: int = 1) -> Scenario:
+        """The scenario of this number; the same every time. About ``ahead`` of those after it will be needed soon."""
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
         """Offer ``fails`` smaller scenarios than number ``index``; it keeps the best itself."""
@@ -244,19 +270,22 @@ class _Source(Protocol):
 
 
 class _Drawn:
-    """Scenarios drawn by Hypothesis from the seed; the next one while the ranks run the last."""
+    """Scenarios drawn by Hypothesis from the seed; the next ones while the ranks run the last."""
+
+    memory = 0
 
     def __init__(self, options: CampaignOptions) -> None:
         self.options = options
         self.total = options.examples
         self._drawer = Drawer()
-        self._next: tuple[int, Future[Scenario]] | None = None
+        self._begun: dict[int, Future[Scenario]] = {}
 
-    def scenario(self, index: int) -> Scenario:
-        ahead, self._next = self._next, None
-        scenario = self._draw(index) if ahead is None or ahead[0] != index else ahead[1].result()
-        if index + 1 < self.total:
-            self._next = (index + 1, self._drawer.begin(self._draw, index + 1))
+    def scenario(self, index: int, ahead: int = 1) -> Scenario:
+        begun = self._begun.pop(index, None)
+        scenario = self._draw(index) if begun is None else begun.result()
+        for later in range(index + 1, min(index + 1 + ahead, self.total)):
+            if later not in self._begun:
+                self._begun[later] = self._drawer.begin(self._draw, later)
         return scenario
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
@@ -276,9 +305,12 @@ class _Listed:
     def __init__(self, options: CampaignOptions) -> None:
         parameters = options.parameters or ()
         self.cases: list[Scenario] = []
+        self.memory = 0
         for world in options.worlds:
             bucket = options.bucket or bucket_for(parameters)
-            _check_memory(parameters, world, bucket, "the parameter list")
+            simulated = options.backend == "sim"
+            needed = _check_memory(parameters, world, bucket, "the parameter list", simulated=simulated)
+            self.memory = max(self.memory, needed)
             cases = presets.campaign(parameters, world, bucket, options.seed, options.examples)
             for case in cases[:3]:  # held, spilled, clipped: the others differ in their seeds alone
                 problem = check(case)
@@ -287,7 +319,7 @@ class _Listed:
             self.cases += cases
         self.total = len(self.cases)
 
-    def scenario(self, index: int) -> Scenario:
+    def scenario(self, index: int, ahead: int = 1) -> Scenario:
         return self.cases[index]
 
     def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
@@ -303,9 +335,9 @@ def bucket_for(parameters: Sequence[Parameter]) -> int:
     return min(LARGEST_BUCKET, max(1, 2 * numel // 9))
 
 
-def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str) -> None:
-    """Refuse what cannot fit before any rank starts."""
-    needed = presets.memory_estimate(parameters, world, bucket)
+def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, what: str, *, simulated: bool) -> int:
+    """Refuse what cannot fit before any rank starts; returns how many bytes are needed."""
+    needed = presets.memory_estimate(parameters, world, bucket, num_processes=1 if simulated else world)
     available = available_memory()
     if needed > available:
         numel = sum(parameter.numel for parameter in parameters)
@@ -313,6 +345,7 @@ def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, wh
             f"{what} ({numel:,} elements) at world {world} needs about {needed / 2**30:.1f} GiB of memory, "
             f"{available / 2**30:.1f} GiB are available: use a smaller --world or a smaller model"
         )
+    return needed
 
 
 # --- the search for a violation ---------------------------------------------------------------------------------------
@@ -337,23 +370,36 @@ class _Search:
         self.tally = tally
         self.source = source
         self.best: _Found | None = None
+        self.pace = Pace(evaluator.lanes)
         self.last: dict[int, Scenario] = {}  # world -> the scenario its ranks ran last
 
     def run(self) -> _Found | None:
-        """The first violation, made small; None when all scenarios hold."""
-        for index in self._indices():
-            scenario = self.source.scenario(index)
-            rate = self.tally.num_run / max(self.tally.elapsed, 1e-9)
-            self.observer.example(index, self.source.total, scenario.world, scenario, rate)
-            evaluation = self.evaluator.evaluate(scenario)
-            self.last[scenario.world] = scenario
-            _require_hit(scenario, evaluation)
-            self.tally.add(scenario, evaluation)
-            if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
-                evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
-            if evaluation.conclusion is Conclusion.VIOLATED:
-                return self._explain(index, scenario, evaluation)
+        """The first violation, made small; None when all scenarios hold.
+
+        What ran beside a scenario that fails counts only if it comes before that.
+        """
+        for first, chunk in self._chunks():
+            evaluations = self.evaluator.evaluate_many(chunk)
+            for index, scenario in enumerate(chunk, first):
+                raise_if_interrupted()
+                rate = self.tally.num_run / max(self.tally.elapsed, 1e-9)
+                self.observer.example(index, self.source.total, scenario.world, scenario, rate)
+                evaluation = self._counted(index, scenario, next(evaluations))
+                if evaluation.conclusion is Conclusion.VIOLATED:
+                    return self._explain(index, scenario, evaluation)
         return self._crashed_afterwards()
+
+    def _counted(self, index: int, scenario: Scenario, evaluation: Evaluation) -> Evaluation:
+        """What comes of a scenario, some of which are run twice."""
+        self.last[scenario.world] = scenario
+        _require_hit(scenario, evaluation)
+        self.tally.add(scenario, evaluation)
+        self.pace.ran(cost(scenario), evaluation.seconds)
+        if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
+            evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
+        if index % CLOSELY_EVERY == CLOSELY_EVERY - 1:
+            evaluation = self.evaluator.closely(scenario, evaluation)
+        return evaluation
 
     def _crashed_afterwards(self) -> _Found | None:
         """A rank may also end when it has sent its last verdict."""
@@ -363,13 +409,28 @@ class _Search:
                 return _Found(scenario, evaluation)
         return None
 
-    def _indices(self) -> Iterator[int]:
-        for index in range(self.source.total):
+    def _chunks(self) -> Iterator[tuple[int, list[Scenario]]]:
+        """Scenarios to be evaluated together, with the index of the first."""
+        index, total = 0, self.source.total
+        held: Scenario | None = None  # what the last chunk had no time for
+        while index < total:
             raise_if_interrupted()
             if self.options.seconds is not None and self.tally.elapsed >= self.options.seconds:
-                self.observer.note(f"time is up after {index} of {self.source.total} examples")
+                self.observer.note(f"time is up after {index} of {total} examples")
                 return
-            yield index
+            most, most_s, ahead = self.pace.next_size(), min(CHUNK_S, self._seconds_left()), self.pace.largest
+            chunk = [self.source.scenario(index, ahead) if held is None else held]
+            held, costs = None, cost(chunk[0])
+            while len(chunk) < min(most, total - index):
+                # What is drawn ahead is drawn while the chunk runs.
+                held = self.source.scenario(index + len(chunk), ahead)
+                costs += cost(held)
+                if self.pace.expected_s(costs) > most_s:
+                    break
+                chunk.append(held)
+                held = None
+            yield index, chunk
+            index += len(chunk)
 
     def _explain(self, index: int, scenario: Scenario, evaluation: Evaluation) -> _Found:
         self.best = _Found(scenario, evaluation)
@@ -383,12 +444,14 @@ class _Search:
         confirmed = _repeated(self.evaluator, scenario, evaluation, self.tally)
         self.best = _Found(scenario, confirmed)
         if _property(confirmed) is not Property.DETERMINISM:
-            self._shrink(index, _property(confirmed))
+            self._shrink(index, confirmed)
         smallest = self.best
         self.best = _Found(smallest.scenario, self.evaluator.attributed(smallest.scenario, smallest.evaluation))
         return self.best
 
-    def _shrink(self, index: int, prop: Property | None) -> None:
+    def _shrink(self, index: int, first: Evaluation) -> None:
+        """Make it smaller, as long as it violates the same property and the rank can still be told, if it could be."""
+        prop, told = _property(first), _names_a_rank(first)
         deadline = time.monotonic() + min(self.options.shrink_s, self._seconds_left())
         tried = 0
 
@@ -401,6 +464,8 @@ class _Search:
             evaluation = self.evaluator.evaluate(scenario)
             if evaluation.conclusion is not Conclusion.VIOLATED or _property(evaluation) is not prop:
                 return False
+            if told and not _names_a_rank(evaluation):
+                return False  # of two ranks whose collectives differ nobody can tell which is wrong
             self.best = _Found(scenario, evaluation)
             self.observer.shrinking(tried, scenario)
             if evaluation.hung:
@@ -443,11 +508,12 @@ def _unsteady(runs: list[Evaluation]) -> Evaluation:
         message = f"{text}; one of them: {found.property.value} at stage {found.stage.value}: {found.message}"
         found = msgspec.structs.replace(found, property=Property.DETERMINISM, message=message)
         return Evaluation(Conclusion.VIOLATED, found, output=failed[0].output)
-    found = Divergence(
-        property=Property.DETERMINISM,
-        stage=Stage.NORM,
-        message=f"{len(runs)} runs of one case gave different bits, each within what rounding allows",
-    )
+    if all(run.fingerprint[:-1] == runs[0].fingerprint[:-1] for run in runs):
+        # A simulated world chooses by the seed alone; what the ranks do is up to the subject.
+        message = f"{len(runs)} runs of one case gave the same bits, but their ranks did not wait in the same places"
+    else:
+        message = f"{len(runs)} runs of one case gave different bits, each within what rounding allows"
+    found = Divergence(property=Property.DETERMINISM, stage=Stage.NORM, message=message)
     return Evaluation(Conclusion.VIOLATED, found)
 
 
@@ -457,6 +523,10 @@ def _require_hit(scenario: Scenario, evaluation: Evaluation) -> None:
         raise UndecidedError(
             f"a fault of the scenario never struck ({missed}): the subject ended before, or calls fewer collectives"
         )
+
+
+def _names_a_rank(evaluation: Evaluation) -> bool:
+    return evaluation.divergence is not None and evaluation.divergence.rank is not None
 
 
 def _property(evaluation: Evaluation) -> Property | None:
@@ -513,6 +583,8 @@ def _result(
         verdict=verdict,
         subject=options.subject.given,
         backend=options.backend,
+        order=options.order if options.backend == "sim" else None,
+        schedule=options.schedule if options.backend == "sim" else None,
         worlds=options.worlds,
         seed=options.seed,
         examples=Examples(run=tally.num_run, discarded=tally.discarded, per_world=per_world),
@@ -569,4 +641,8 @@ def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool)
         words += ["--stall", f"{options.stall_s:g}"]
     if options.backend != "gloo":
         words += ["--backend", options.backend]
+    if options.order != DEFAULT_ORDER:
+        words += ["--order", options.order]
+    if options.schedule != DEFAULT_SCHEDULE:
+        words += ["--schedule", options.schedule]
     return shlex.join(words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.launch.pool import RankPool
+from harness.evaluate import Pool
 from harness.report.result import Result
 from harness.runner import CampaignOptions, replay_case, run_campaign
 from harness.scenario import codec
@@ -27,11 +27,12 @@ class Silent:
 
 
 class Campaigns:
-    """Runs campaigns and replays on one pool; failing cases go to ``report``."""
+    """Runs campaigns and replays on one pool, of ``backend``; failing cases go to ``report``."""
 
-    def __init__(self, pool: RankPool, report: Path) -> None:
+    def __init__(self, pool: Pool, report: Path, backend: str = "gloo") -> None:
         self.pool = pool
         self.report = report
+        self.backend = backend
 
     def run(
         self,
@@ -68,7 +69,7 @@ class Campaigns:
         return CampaignOptions(
             subject=source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject, args),
             worlds=worlds,
-            backend="gloo",
+            backend=self.backend,
             seed=seed,
             examples=examples,
             seconds=None,

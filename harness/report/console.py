@@ -306,7 +306,9 @@ def _headline(result: Result) -> str:
     rate = f" ({result.examples_per_second:.1f}/s)" if examples.run > 1 else ""
     ran = f"{_count(examples.run, 'example')} in {duration(result.seconds)}{rate}{discarded}"
     verdict = f"{result.verdict}, interrupted" if result.interrupted else result.verdict
-    return f"{verdict}: {_unbroken(result.subject)} on {result.backend}, world {worlds}, {ran}, seed {result.seed}"
+    simulated = f" ({result.order} order, {result.schedule} schedule)" if result.order is not None else ""
+    where = f"{result.backend}{simulated}, world {worlds}"
+    return f"{verdict}: {_unbroken(result.subject)} on {where}, {ran}, seed {result.seed}"
 
 
 def _value(value: float | str | None, bits: str | None, ulps: int | None = None) -> str | None:

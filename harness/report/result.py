@@ -31,7 +31,11 @@ _PACKAGES = ("torch", "numpy", "hypothesis", "msgspec")
 
 
 class WorldExamples(Struct, frozen=True):
-    """Examples run at one world size, and how many of them per second of their own time."""
+    """Examples run at one world size, and how many of them per second of their own time.
+
+    Of examples that ran side by side each has a share of the time that all of them took, by what its process spent on
+    it: so that all examples' time together is no more than that of the campaign.
+    """
 
     count: int
     rate: float
@@ -80,6 +84,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 class Result(Struct, frozen=True, kw_only=True):
     """One campaign's or replay's result; ``seconds`` is wall time, rates are examples per second.
 
+    ``order``, ``schedule``: of simulated worlds (backend sim), in what order sums were added and how ranks took turns.
     ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
     ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
     own (and what was put back) -> scenarios in which it did. ``recycled``: for each time that ranks were replaced
@@ -103,6 +108,8 @@ class Result(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     reason: str | None = None
     interrupted: bool = False
+    order: str | None = None
+    schedule: str | None = None
     schema: int = SCHEMA
 
     @property

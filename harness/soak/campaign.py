@@ -18,17 +18,15 @@ from msgspec import Struct
 
 from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted
-from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError, start_pool
+from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError, start_pool
 from harness.faults import language
 from harness.faults.expect import HOLDS, expectation
-from harness.launch.pool import RankPool
 from harness.report import result as results
 from harness.scenario import codec, generate
 from harness.scenario.model import Scenario
 from harness.soak.growth import Growth, Usage, growth, usage
 from harness.subjects.source import SubjectSource
 
-BACKEND: Final = "gloo"
 WARM_UP: Final = 100
 """After so many scenarios (or half of them all) what comes later counts as growth."""
 
@@ -55,6 +53,7 @@ class SoakOptions:
     seed: int = 0
     seconds: float | None = None
     report: Path
+    backend: str = "gloo"
     timeout_s: float | None = None
     stall_s: float | None = None
     shrink_s: float = 60.0
@@ -154,7 +153,7 @@ class _Tally:
         }
 
 
-def run_soak(options: SoakOptions, observer: Observer, pool: RankPool | None = None) -> SoakResult:
+def run_soak(options: SoakOptions, observer: Observer, pool: Pool | None = None) -> SoakResult:
     """Run the scenarios one after the other; ``pool`` is one of :func:`harness.evaluate.start_pool`, left running.
 
     Raises:
@@ -164,7 +163,7 @@ def run_soak(options: SoakOptions, observer: Observer, pool: RankPool | None = N
     reason: str | None = None
     interrupted = False
     try:
-        with nullcontext(pool) if pool is not None else start_pool(BACKEND) as ranks:
+        with nullcontext(pool) if pool is not None else start_pool(options.backend) as ranks:
             evaluator = Evaluator(options.subject, ranks, timeout_s=options.timeout_s, stall_s=options.stall_s)
             _soak(options, observer, evaluator, tally)
     except UndecidedError as error:
@@ -179,7 +178,7 @@ def run_soak(options: SoakOptions, observer: Observer, pool: RankPool | None = N
     return SoakResult(
         verdict="unknown" if reason else "holds",
         subject=options.subject.given,
-        backend=BACKEND,
+        backend=options.backend,
         worlds=options.worlds,
         seed=options.seed,
         examples=options.examples,
@@ -350,6 +349,8 @@ def _saved(options: SoakOptions, index: int, scenario: Scenario, problem: str) -
     words = ["python", "-m", "harness", "replay", os.fspath(path or "")]
     if options.timeout_s is not None:
         words += ["--timeout", f"{options.timeout_s:g}"]
+    if options.backend != "gloo":
+        words += ["--backend", options.backend]
     return WrongVerdict(
         scenario=index,
         fault=language.text(scenario.faults[0]) if scenario.faults else None,

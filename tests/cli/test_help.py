@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from tests.cli.conftest import CommandLine
 
 VERBS = {
-    "verify": "--subject --subject-arg --world --backend --examples --seconds --seed --preset --params --bucket "
-    "--report --json --timeout",
-    "replay": "--subject --subject-arg --backend --json --timeout",
+    "verify": "--subject --subject-arg --world --backend --order --schedule --examples --seconds --seed --preset "
+    "--params --bucket --report --json --timeout",
+    "replay": "--subject --subject-arg --backend --order --schedule --json --timeout",
     "train": "--subject --subject-arg --world --steps --text --seed --json",
     "doctor": "--world --backend --json",
     "bench": "--subject --subject-arg --world --examples --seed --json",
-    "soak": "--subject --subject-arg --world --examples --every --seconds --seed --report --json --timeout",
+    "soak": "--subject --subject-arg --world --backend --examples --every --seconds --seed --report --json --timeout",
     "list": "--json",
 }
 

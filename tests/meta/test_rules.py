@@ -75,6 +75,7 @@ def test_checks_survive_python_o(path: Path) -> None:
         "harness.cli",
         "harness.runner",
         "harness.launch.pool",
+        "harness.sim.pool",
         "harness.train.campaign",
         "harness.doctor.examination",
         "harness.bench.campaign",

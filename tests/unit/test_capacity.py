@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from harness import capacity
-from harness.capacity import available_memory, available_threads, check_ranks
+from harness.capacity import available_memory, available_threads, check_ranks, check_simulation, simulation_lanes
 from harness.errors import UsageError
 
 GIB = 2**30
@@ -97,3 +97,64 @@ def test_too_few_processes_for_the_container(machine: Path) -> None:
     check_ranks((6,))
     with pytest.raises(UsageError, match="7 ranks need about 44 threads, 40 more may be started"):
         check_ranks((7,))
+
+
+# --- simulated worlds: one process, one world at a time --------------------------------------------------------------
+
+
+def test_simulated_ranks_share_the_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """384 MiB once, 32 for the process and 4 for each rank of the largest world."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=(384 + 32 + 4 * 256) * 2**20))
+    check_simulation((1, 2, 255, 256))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=(384 + 32 + 4 * 256) * 2**20 - 1))
+    check_simulation((1, 2, 255))
+    with pytest.raises(UsageError, match=r"world 256 on --backend sim needs about 1\.4 GiB of memory"):
+        check_simulation((1, 256))
+
+
+def test_too_few_descriptors_for_simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has two for its trail, and the trails of all worlds stay open."""
+    limit(monkeypatch, RLIMIT_NOFILE=2 * 256 + 32)
+    check_simulation((256,))
+    with pytest.raises(UsageError, match=r"world 256 on --backend sim needs about 546 open files in a process"):
+        check_simulation((1, 256))
+
+
+def test_too_few_threads_for_simulated_ranks(machine: Path) -> None:
+    (machine / "outer" / "pids.max").write_text("100\n")
+    (machine / "outer" / "pids.current").write_text("60\n")
+    check_simulation((20, 20))
+    with pytest.raises(UsageError, match="world 21 on --backend sim needs about 41 threads, 40 more may be started"):
+        check_simulation((21,))
+
+
+# --- simulated worlds side by side -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {1, 2, 5, 7})
+
+
+def test_there_is_a_lane_for_each_core(cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to eight."""
+    assert simulation_lanes((1, 256)) == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
+    assert simulation_lanes((1, 2)) == 8
+
+
+def test_there_are_only_so_many_lanes_as_the_memory_holds(cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds as much as the process that is there anyway, and 384 MiB are needed once."""
+    each = 32 + 4 * 8 + 1000
+    for free, lanes in ((5 * each, 4), (5 * each - 1, 3), (3 * each, 2), (2 * each, 1), (0, 1)):
+        available = (384 + free) * 2**20
+        monkeypatch.setattr(psutil, "virtual_memory", lambda available=available: SimpleNamespace(available=available))
+        assert simulation_lanes((2, 8), 1000 * 2**20) == lanes
+
+
+def test_there_are_only_so_many_lanes_as_threads_may_be_started(cores: None, machine: Path) -> None:
+    (machine / "outer" / "pids.current").write_text("0\n")
+    for threads, lanes in ((16 + 3 * 24, 2), (16 + 3 * 24 - 1, 1), (1, 1)):
+        (machine / "outer" / "pids.max").write_text(f"{threads}\n")
+        assert simulation_lanes((1, 20)) == lanes

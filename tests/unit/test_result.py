@@ -12,8 +12,9 @@ import pytest
 from harness.report.result import Examples, Failure, Result, WorldExamples, to_json, versions
 
 RESULT_FIELDS = {
-    "schema", "verdict", "subject", "backend", "worlds", "seed", "examples", "seconds", "examples_per_second", "oracle",
-    "properties", "reached", "changed", "recycled", "versions", "failure", "reason", "interrupted",
+    "schema", "verdict", "subject", "backend", "order", "schedule", "worlds", "seed", "examples", "seconds",
+    "examples_per_second", "oracle", "properties", "reached", "changed", "recycled", "versions", "failure", "reason",
+    "interrupted",
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",

@@ -119,6 +119,11 @@ class CannedPool:
         self.clock_s = 0.0
         self.cost_s = 0.0
         self.num_open = self.num_closed = 0
+        self.choices: set[tuple[str, str]] = set()
+        self.trace: Callable[[], str | None] = lambda: None
+
+    def home(self, world: int) -> int:
+        return world
 
     def run(self, world: int, task: bytes, *, timeout_s: float, watch: Watch | None = None) -> Outcome:
         decoded = decode_task(task)
@@ -136,10 +141,11 @@ class CannedPool:
             if run in self.raises:
                 raise self.raises[run]
             self.scenarios.append(decoded.scenario)
+            self.choices.add((decoded.order, decoded.schedule))
             self.clock_s += self.cost_s
             reports = [self.answer(decoded.scenario, rank, run) for rank in range(world)]
         failed = [report.rank for report in reports if report.end is not RankEnd.REPLIED]
-        return Outcome(world, tuple(reports), 0.5, failed[0] if failed else None)
+        return Outcome(world, tuple(reports), 0.5, failed[0] if failed else None, trace=self.trace())
 
     def __enter__(self) -> CannedPool:
         self.num_open += 1
@@ -185,7 +191,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CannedPool:
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ranks.clock_s))
     monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw, shrink=generate.shrink))
 
-    def start_pool(_backend: str) -> RankPool:
+    def start_pool(_backend: str, _lanes: int) -> RankPool:
         raise AssertionError("no ranks may be started")
 
     monkeypatch.setattr(runner, "start_pool", start_pool)
@@ -310,13 +316,14 @@ def test_checks_rules_and_situations_are_added_up(campaign: Campaign, pool: Cann
 def test_ranks_of_the_campaigns_own_are_ended_on_every_path(
     pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends: list[str] = []
+    backends: list[tuple[str, int]] = []
 
-    def start_pool(backend: str) -> CannedPool:
-        backends.append(backend)
+    def start_pool(backend: str, lanes: int) -> CannedPool:
+        backends.append((backend, lanes))
         return pool
 
     monkeypatch.setattr(runner, "start_pool", start_pool)
+    monkeypatch.setattr(runner, "simulation_lanes", lambda worlds, scenario_bytes: 3)
     for run, error in ((100, None), (1, KeyboardInterrupt()), (0, PoolError("gone")), (2, MemoryError())):
         pool.scenarios.clear()
         pool.raises = {} if error is None else {run: error}
@@ -328,7 +335,7 @@ def test_ranks_of_the_campaigns_own_are_ended_on_every_path(
         run_campaign(options(), watcher)
 
     assert pool.num_open == 0
-    assert backends == ["sim"] * 4 + ["gloo"]
+    assert backends == [("sim", 3)] * 4 + [("gloo", 1)]
 
 
 def test_ranks_that_were_given_are_left_running(campaign: Campaign, pool: CannedPool) -> None:
@@ -857,6 +864,27 @@ def test_shrinking_stops_at_a_smaller_case_that_hangs(campaign: Campaign, pool: 
     assert codec.load(Path(result.failure.case or "")).scenario == candidates[1]
 
 
+def test_shrinking_keeps_so_many_ranks_that_the_wrong_one_can_be_told(campaign: Campaign, pool: CannedPool) -> None:
+    """Of two logs that differ nobody can tell which is wrong; of three the one that is alone."""
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        kind = "broadcast" if rank == 0 and scenario.world > 1 else "all_reduce"
+        called = Collective(kind, "fp64", 1, tuple(range(scenario.world)), 0, "norm")
+        return replied(verdict(scenario, rank, collectives=(called,)))
+
+    pool.answer = answer
+    named, unnamed = campaign(worlds=(3, 2)), campaign(worlds=(2,))
+
+    assert failure_of(named)[0] == failure_of(unnamed)[0] == "traffic"
+    assert {scenario.world for scenario in pool.scenarios} >= {2, 3}
+    assert named.failure is not None
+    assert unnamed.failure is not None
+    assert named.failure.rank == 0
+    assert codec.load(Path(named.failure.case or "")).scenario.world == 3
+    assert unnamed.failure.rank is None
+    assert codec.load(Path(unnamed.failure.case or "")).scenario.world == 2
+
+
 def several(scenario: Scenario) -> bool:
     """A bug that the first scenario shows and the simplest one does not, so that shrinking has something to do."""
     return len(scenario.parameters) > 1
@@ -1048,6 +1076,62 @@ def test_a_replayed_violation_names_the_file_it_came_from(replay: Replay, pool: 
     assert (result.failure.case, result.failure.replay) == ("case.json", command)
     assert len(pool.scenarios) == 1 + REPLAYS
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "choices"),
+    [
+        ({}, "", (None, None)),
+        ({"backend": "sim"}, " --backend sim", ("ring", "random")),
+        ({"backend": "sim", "order": "tree"}, " --backend sim --order tree", ("tree", "random")),
+        (
+            {"backend": "sim", "order": "random", "schedule": "lockstep"},
+            " --backend sim --order random --schedule lockstep",
+            ("random", "lockstep"),
+        ),
+    ],
+)
+def test_the_command_and_the_result_have_what_a_simulated_world_chose(
+    replay: Replay, pool: CannedPool, changes: dict[str, str], words: str, choices: tuple[str | None, str | None]
+) -> None:
+    pool.answer = fails_where(lambda scenario: True)
+
+    result = replay(plain_case(), **changes)
+
+    assert result.failure is not None
+    assert (result.failure.replay or "").endswith(f"factor=2{words}")
+    assert (result.order, result.schedule) == choices
+
+
+def test_the_evaluator_is_told_what_a_simulated_world_chose(pool: CannedPool, campaign: Campaign) -> None:
+    campaign(backend="sim", order="rank", schedule="lockstep", examples=2)
+
+    assert pool.choices == {("rank", "lockstep")}
+
+
+def test_another_interleaving_of_one_seed_is_a_violation_that_says_so(pool: CannedPool, campaign: Campaign) -> None:
+    """The bits may be the same."""
+    traces = iter(f"trace {number}" for number in range(1000))
+    pool.trace = lambda: next(traces)
+
+    result = campaign(backend="sim", examples=REPEAT_EVERY)
+
+    assert result.failure is not None
+    assert result.failure.property == "determinism"
+    assert (
+        result.failure.message
+        == "2 runs of one case gave the same bits, but their ranks did not wait in the same places"
+    )
+
+
+def test_a_case_of_many_ranks_may_need_the_memory_of_one_process(
+    pool: CannedPool, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "available_memory", lambda: presets.PROCESS_BYTES + 2**20)
+
+    assert replay(plain_case(), backend="sim").verdict == "holds"
+    with pytest.raises(UsageError, match="are available"):
+        replay(plain_case())
 
 
 def test_the_command_names_the_subject_when_the_case_names_another(replay: Replay, pool: CannedPool) -> None:

@@ -200,7 +200,16 @@ def test_a_wrong_verdict_makes_the_harness_broken_and_the_first_is_saved(
     assert result.wrong.case is not None
     assert codec.load(Path(result.wrong.case)).scenario == canned.scenarios[5]
     assert result.wrong.replay == f"python -m harness replay {result.wrong.case} --timeout 5"
+    assert result.backend == "gloo"
     assert result_lines(result)[-1][0].endswith(result.wrong.replay)
+
+
+def test_the_command_says_where_it_was_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result, _ = soak(monkeypatch, tmp_path, {5: ended(Conclusion.HOLDS)}, backend="sim")
+
+    assert result.backend == "sim"
+    assert result.wrong is not None
+    assert result.wrong.replay == f"python -m harness replay {result.wrong.case} --backend sim"
 
 
 def test_a_scenario_without_a_verdict_ends_the_soak_as_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
