@@ -185,6 +185,9 @@ class Evaluator:
         self._exchanges = False
         self._lanes_ready = False
         self._closely = False
+        # The process of a simulated world outlives what its ranks raise, and their deadlocks.
+        survived = (RankEnd.REPLIED, RankEnd.BROKEN, RankEnd.DEADLOCKED, RankEnd.ABANDONED)
+        self._ends_processes = set(RankEnd) - set(survived if isinstance(pool, SimPool) else (RankEnd.REPLIED,))
 
     @property
     def lanes(self) -> int:
@@ -319,7 +322,7 @@ class Evaluator:
         task = self._task(scenario, inspect=inspect)
         home = self._pool.home(scenario.world)
         outcome = self._run(scenario.world, encode(task), self._timeout_s(scenario), self._watch(scenario))
-        if not outcome.replied:
+        if any(report.end in self._ends_processes for report in outcome.ranks):
             self._imported.discard(home)  # the next run starts fresh ranks
         crashed = _crashed(self._pool.incidents[before:])
         if crashed is not None:

@@ -21,6 +21,7 @@ from harness.drive.shared import Shared
 from harness.drive.tasks import CheckSubject, RunMany, RunScenario, SubjectCheck, SubjectName, decode_sim_task, encode
 from harness.drive.trail import Trail
 from harness.launch import process, tap
+from harness.launch.outcome import Told
 from harness.launch.rank import RankBroken, RankContext
 from harness.launch.tap import CollectiveLog
 from harness.oracles.order import rule
@@ -29,7 +30,7 @@ from harness.sim import binding, messages
 from harness.sim.buffers import Buffers, is_poison
 from harness.sim.choices import Schedule, SumOrder
 from harness.sim.cores import on_one_core
-from harness.sim.messages import LaneReply, RankEvent, RankPart, Told, WorldReply
+from harness.sim.messages import LaneReply, RankEvent, RankPart, WorldReply
 from harness.sim.printed import Log, Printed
 from harness.sim.races import RaceDetector
 from harness.sim.signals import Signals
@@ -259,8 +260,9 @@ class _World(Watcher):
     def _drive(self, rank: int) -> RankVerdict:
         """Its part of the scenario."""
         environment = self._environments[rank]
-        self._host.generators.seed(self._scenario.seed, rank)
-        self._seeded.add(rank)
+        if not self._ours:
+            self._host.generators.seed(self._scenario.seed, rank)
+            self._seeded.add(rank)
         context = RankContext(
             rank,
             self._scenario.world,

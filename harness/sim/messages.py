@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from harness.launch.outcome import Told
+
 
 class RankPart(Struct, frozen=True, kw_only=True):
     """One rank's part of a task.
@@ -29,21 +31,6 @@ class RankPart(Struct, frozen=True, kw_only=True):
     error: str | None = None
     output: str = ""
     stacks: str | None = None
-
-
-class Told(Struct, frozen=True, kw_only=True):
-    """What the world itself knows when it had to stop.
-
-    Attributes:
-        kind: The requests of one collective did not match, no rank could run any more, or a rank asked for what a
-            simulated world cannot do: nothing can be said of the class.
-        message: A sentence.
-        ranks: Whose doing it is; empty where nobody can tell.
-    """
-
-    kind: Literal["mismatch", "deadlock", "refusal"]
-    message: str
-    ranks: tuple[int, ...]
 
 
 class WorldReply(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import msgspec
 
 from harness.drive import trail
 from harness.drive.tasks import RunMany, RunScenario, encode
-from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Told, Watch
+from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.pool import RankPool
 from harness.launch.rank import NO_GROUP
 from harness.sim import messages, turn
@@ -255,8 +255,7 @@ def _with_reply(world: int, seconds: float, reply: WorldReply, events: Sequence[
     failed = [report.rank for report in ranks if report.end is not RankEnd.REPLIED]
     if reply.first_failed is None and failed:
         raise ValueError(f"ranks {failed} did not reply, and none of them is said to have failed first")
-    told = None if reply.told is None else Told(reply.told.kind, reply.told.message, reply.told.ranks)
-    return Outcome(world, ranks, seconds, reply.first_failed, told, reply.trace)
+    return Outcome(world, ranks, seconds, reply.first_failed, reply.told, reply.trace)
 
 
 def _report(rank: int, part: RankPart, events: tuple[bytes, ...]) -> RankReport:
