@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -53,13 +52,6 @@ class Extents:
         return False
 
 
-def may_share(ones: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether some of one side may share memory with some of the other: by the extent of each side as a whole."""
-    start, end = _hull(ones)
-    other_start, other_end = _hull(others)
-    return start < other_end and other_start < end
-
-
 def share(one: Tensor, other: Tensor, besides: Sequence[Tensor] = ()) -> bool:
     """Whether tensors have a byte in common that is in none of ``besides``: exact, and slow where there are gaps."""
     (start, end), (other_start, other_end) = extent(one), extent(other)
@@ -73,15 +65,6 @@ def share(one: Tensor, other: Tensor, besides: Sequence[Tensor] = ()) -> bool:
     for spans in excluded:
         shared &= ~_inside(addresses, spans)
     return bool(shared.any())
-
-
-def _hull(tensors: Iterable[Tensor]) -> tuple[int, int]:
-    start, end = sys.maxsize, 0
-    for tensor in tensors:
-        first, last = extent(tensor)
-        if first != last:
-            start, end = min(start, first), max(end, last)
-    return start, end
 
 
 def _inside(addresses: npt.NDArray[np.int64], spans: _Spans) -> npt.NDArray[np.bool_]:

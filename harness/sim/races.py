@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.sim import binding
 from harness.sim.buffers import Buffers, Unseen
-from harness.sim.memory import has_memory, may_share
+from harness.sim.memory import Extents, has_memory
 
 # Collectives, and the waits among them, look after their buffers themselves.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
@@ -166,7 +166,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 def _view(result: object, given: Tensor) -> bool:
     """Whether something an operation returned lies in the memory of what it was handed."""
     with Unseen():
-        return may_share([given], filter(has_memory, _tensors(result)))
+        return Extents([given]).meet(Extents(filter(has_memory, _tensors(result))))
 
 
 def _where() -> str:
