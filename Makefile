@@ -48,7 +48,7 @@ test-cpu: $(READY) ## lint and all tests that need no GPU
 stress: $(READY) ## damaged case files, campaigns at once, killed campaigns, every way to fail on every rank (half an hour)
 	$(RUN) pytest tests/stress -q -s
 	HARNESS_KILL_ROUNDS=$${HARNESS_KILL_ROUNDS:-30} $(RUN) pytest tests/ranks/test_parent_killed.py -q -s
-	FULL_TABLE=1 $(RUN) pytest tests/ranks/test_table_of_failures.py -q -s
+	FULL_TABLE=1 $(RUN) pytest tests/ranks/test_table_of_failures.py tests/negative/test_simulated.py -q -s
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	ci/lint "$(RUN)"

@@ -16,7 +16,7 @@ from harness.verdict import RankStatus, RankVerdict
 from tests.support import SUBJECTS
 
 _verdict = msgspec.msgpack.Decoder(RankVerdict)
-_NUM_SCENARIOS = 40
+_NUM_SCENARIOS = 20
 _WORLDS = (1, 2, 3, 4)
 
 
