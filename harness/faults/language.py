@@ -11,6 +11,7 @@ in :mod:`harness.faults.expect`.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final, Literal, get_args
 
 from msgspec import Meta, Struct
@@ -112,8 +113,25 @@ Fault = Kill | Exit | Raise | Stop | Hang | Mute | Slow | Delay | Skip | Duplica
 KINDS: Final[tuple[str, ...]] = tuple(str(form.__struct_config__.tag) for form in get_args(Fault))
 """Their names, as in a case file."""
 
-REDUCED_STAGES: Final = (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER)
-DISCARDED_STAGES: Final = (Stage.COLLECT, Stage.UPDATE)
+
+class Ending(enum.Enum):
+    """How a step ends, in words."""
+
+    STEP = "a whole one"
+    SKIP = "a skipped one"
+    DISCARD = "a discarded one"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of such a step in which a fault can strike: something of the subject's is called or used."""
+        return _STAGES[self]
+
+
+_STAGES: Final = {
+    Ending.STEP: (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER),
+    Ending.SKIP: (Stage.COLLECT, Stage.REDUCE, Stage.NORM),
+    Ending.DISCARD: (Stage.COLLECT, Stage.UPDATE),
+}
 
 
 def kind(fault: Fault) -> str:
@@ -136,13 +154,13 @@ def placed(fault: Fault) -> bool:
     return not isinstance(fault, Mute)
 
 
-def place_problem(fault: Fault, world: int, discards: tuple[bool, ...]) -> str | None:
+def place_problem(fault: Fault, world: int, endings: tuple[Ending, ...]) -> str | None:
     """What is wrong with where a fault is to strike, as ``field: reason``; None when nothing is.
 
     Args:
         fault: the fault.
         world: of the scenario.
-        discards: for each step of the scenario, whether it is discarded.
+        endings: of each step of the scenario.
     """
     if fault.rank >= world:
         return f"rank: expected a rank below the world of {world}, got {fault.rank}"
@@ -154,11 +172,11 @@ def place_problem(fault: Fault, world: int, discards: tuple[bool, ...]) -> str |
         if fault.stage is not Stage.BUILD:
             return f"stage: without a step expected 'build', got {fault.stage.value!r}"
         return None
-    if fault.step >= len(discards):
-        return f"step: expected a step below {len(discards)}, got {fault.step}"
-    discarded = discards[fault.step]
-    stages = [stage.value for stage in (DISCARDED_STAGES if discarded else REDUCED_STAGES)]
+    if fault.step >= len(endings):
+        return f"step: expected a step below {len(endings)}, got {fault.step}"
+    ending = endings[fault.step]
+    stages = [stage.value for stage in ending.stages]
     if fault.stage.value not in stages:
-        step = f"step {fault.step}{', a discarded one,' if discarded else ''}"
+        step = f"step {fault.step}{f', {ending.value},' if ending is not Ending.STEP else ''}"
         return f"stage: {step} has the stages {', '.join(map(repr, stages))}, got {fault.stage.value!r}"
     return None

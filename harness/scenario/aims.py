@@ -1,7 +1,7 @@
 """What a generated scenario is chosen from, and what each goal asks of these choices.
 
-A goal *narrows* a choice to some of its values; it never adds or removes a choice. So a drawn scenario stays the same
-when shrinking drops its goal, and every choice can then be lowered by itself.
+A goal *narrows* a choice to some of its values; it never adds or removes a choice, so that what it does not speak of is
+drawn as without it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from harness.scenario.model import Domain
 from harness.scenario.situations import MAX_AIMED_BUCKET, Situation
 
 Range = tuple[int, int]  # both ends included
+Dtype = Literal["bf16", "fp16", "fp32"]
+Strides = Literal["contiguous", "transposed"]
 
 # Elements of all parameters that the generator rarely exceeds, and where the bucket size is fixed and large.
 MAX_BUDGET = 5000
@@ -73,8 +75,33 @@ NUM_STEPS = (1, 1, 2, 2, 3, 3, 4, 5, 6)
 NUM_PARTS = (1, 1, 1, 2, 2, 3, 4)
 BUDGETS = (1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 10, 20)  # buckets
 KINDS = tuple(Kind)
+# Taken in turn by the parameters that are not empty. What two of them show comes together, what needs fp16 last.
+DTYPES: tuple[tuple[Dtype, ...], ...] = (
+    *(("bf16",),) * 40,
+    ("fp32",),
+    ("bf16", "bf16", "fp32"),
+    ("fp32", "bf16"),
+    ("bf16", "fp32"),
+    ("bf16", "fp32", "fp16"),
+    ("bf16", "fp16"),
+    ("fp16",),
+)
+STRIDES: tuple[tuple[Strides, ...], ...] = (
+    *(("contiguous",),) * 14,
+    ("contiguous", "transposed"),
+    ("transposed",),
+)
+# Exponents of gradients that an fp16 parameter can hold (model.check).
+FP16_EXPONENTS = (-24, 8)
 EMPTIES = (False,) * 4 + (True,)
 DISCARDS = (False,) * 5 + (True,)
+# Each of what follows comes up in one scenario of eight or so, which has two or three steps that can have it.
+SKIPS = (False,) * 15 + (True,)
+RATES = (False,) * 17 + (True,)
+LOADS = (False,) * 17 + (True,)
+REBUILDS = (False,) * 17 + (True,)
+MAX_BUCKETS = 24  # of a rebuild: each costs two collectives a step
+VERSIONS = (1, 2, 3)  # of loaded weights
 LIES = (False,) * 3 + (True,)
 STEP_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.FIRST, Nones.LAST, Nones.RANKS, Nones.ALL_RANKS)
 PART_NONES = (Nones.NOTHING,) * 7 + (Nones.SOME, Nones.RANKS, Nones.ALL)
@@ -102,6 +129,8 @@ HANGS: tuple[Literal["sleep", "python", "native"], ...] = ("sleep", "python", "n
 CORRUPTIONS: tuple[Literal["bit", "slice", "nan"], ...] = ("bit", "slice", "nan")
 SLOWS_MS = (1, 3, 10)  # before each of what may be dozens
 DELAYS_MS = (1, 10, 100)
+AMSGRADS = (False,) * 7 + (True,)
+MAXIMIZES = (False,) * 7 + (True,)
 EPS = (1e-8, 1e-6, 1e-3, 1e-12, 1.0)  # never 0: an element without gradient would become nan
 
 
@@ -109,11 +138,19 @@ EPS = (1e-8, 1e-6, 1e-3, 1e-12, 1.0)  # never 0: an element without gradient wou
 class StepAim:
     """What a goal asks of one step."""
 
-    discard: Collection[bool] = (False,)
+    discard: Collection[bool] | None = (False,)
     parts: Range = (1, NUM_PARTS[-1])
     first_is_lie: Collection[bool] | None = None
-    nones: Nones = Nones.NOTHING  # this pattern and no other
+    lie: Collection[bool] | None = None  # of the other parts
+    nones: Nones | None = Nones.NOTHING  # this pattern and no other; None: any, and in each part another
     clip: Collection[Clipping] | None = None
+    skip: Collection[bool] | None = (False,)
+    rate: Collection[bool] | None = None
+    load: Collection[bool] | None = None
+    rebuild: Collection[bool] | None = None
+
+
+ANY_STEP = StepAim(discard=None, nones=None, skip=None)
 
 
 @dataclass(frozen=True)
@@ -127,12 +164,15 @@ class Aim:
         empty_bearer: the bearer is empty; needs ``solid_ends``.
         solid_ends: two parameters or more, the first and the last not empty.
         last: size of the last parameter, from (elements before it, bucket size, world).
+        last_form: how the last parameter's elements are laid out: 1 is a matrix (``space._shape``).
         room: most elements of all parameters, from (bucket size, world).
+        dtypes, strides: of the parameters.
         step: the bearer, of index ``step_index``.
         last_step: the last step, which then comes after the bearer.
+        rest: all other steps.
         num_steps: at least.
-        discard: whether any step may be discarded.
-        unlimited: the budget of elements is no limit.
+        most_steps: at most, where no more are needed.
+        empties: whether there may be empty parameters that are not needed.
     """
 
     request: Callable[[int], Range] | None = None
@@ -141,12 +181,17 @@ class Aim:
     empty_bearer: bool = False
     solid_ends: bool = False
     last: Callable[[int, int, int], Range] | None = None
+    last_form: Range | None = None
     room: Callable[[int, int], int | None] | None = None
+    dtypes: Collection[tuple[Dtype, ...]] | None = None
+    strides: Collection[tuple[Strides, ...]] | None = None
     step: StepAim | None = None
     step_index: Range = (0, 2)
     last_step: StepAim | None = None
+    rest: StepAim = ANY_STEP
     num_steps: int = 1
-    discard: Collection[bool] | None = None
+    most_steps: int = NUM_STEPS[-1]
+    empties: bool = True
     domain: Collection[Domain] | None = None
     max_k: Collection[int] | None = None
     form: Collection[Form] | None = None
@@ -154,7 +199,8 @@ class Aim:
     special: Collection[int] | None = None
     lr: Collection[float] | None = None
     decay: Collection[float] | None = None
-    unlimited: bool = False
+    amsgrad: Collection[bool] | None = None
+    maximize: Collection[bool] | None = None
 
 
 def _not_divisible(before: int, size: int, world: int) -> Range:
@@ -189,19 +235,23 @@ def _enough(before: int, size: int, world: int) -> Range:
 
 
 _SEVERAL = (2, NUM_PARTS[-1])
+_NO = (False,)
+_YES = (True,)
+# The last step, and all that are free, of the instance that the bearer is of.
+_SAME = replace(ANY_STEP, rebuild=_NO)
+_LAST = StepAim(rebuild=_NO)
+_LAST_SEVERAL = StepAim(parts=_SEVERAL, rebuild=_NO)
 _PLENTY = Aim(request=lambda world: (ENOUGH // 2, REQUESTS[-1]), last=_enough)
 _WIDE = replace(
     _PLENTY, domain=(Domain.EXACT,), max_k=tuple(k for k in MAX_KS if k > 200), step=StepAim(parts=_SEVERAL)
 )
 _GENERAL = replace(_PLENTY, domain=(Domain.GENERAL,), max_k=tuple(k for k in MAX_KS if k > 100), step=StepAim())
-_SPECIAL = replace(_GENERAL, special=(256,))
+_SPECIAL = replace(_GENERAL, special=(256,), dtypes=tuple(each for each in DTYPES if "fp16" not in each))
 # In one part: over several, it is often a rank's own sum that cancels.
 _CANCELLING = replace(_GENERAL, form=(Form.CANCELLING,), step=StepAim(parts=(1, 1)))
 _CLIPPED = replace(_PLENTY, domain=(Domain.EXACT, Domain.NORM_EXACT))
 
 FREE = Aim()
-# For shrinking alone: allows whatever any aim allows, so that a goal can be dropped and the scenario stays.
-ANYTHING = Aim(unlimited=True)
 EXACT_DOMAINS = (Domain.EXACT, Domain.NORM_EXACT)
 AIMS: dict[Situation, Aim] = {
     Situation.PARAMETER_CROSSES_BUCKET_EDGE: Aim(kind=(Kind.ACROSS, Kind.LARGER)),
@@ -211,6 +261,11 @@ AIMS: dict[Situation, Aim] = {
     Situation.ONE_ELEMENT_PARAMETER: Aim(kind=(Kind.ONE,)),
     Situation.SCALAR_PARAMETER: Aim(kind=(Kind.SCALAR,)),
     Situation.EMPTY_PARAMETER_BETWEEN: Aim(empty_bearer=True, solid_ends=True),
+    Situation.MIXED_DTYPES: Aim(solid_ends=True, dtypes=tuple(each for each in DTYPES if len({*each[:2]}) > 1)),
+    # 3 x 4: transposed it has other dimensions too.
+    Situation.NOT_CONTIGUOUS: Aim(
+        last=lambda before, size, world: (12, 12), last_form=(1, 1), strides=(("transposed",),)
+    ),
     Situation.FEWER_ELEMENTS_THAN_RANKS: Aim(room=lambda size, world: world - 1),
     Situation.AS_MANY_ELEMENTS_AS_RANKS: Aim(
         room=lambda size, world: world, last=lambda before, size, world: (world - before, world - before)
@@ -225,7 +280,7 @@ AIMS: dict[Situation, Aim] = {
     Situation.ONE_PART: Aim(step=StepAim(parts=(1, 1))),
     Situation.TWO_PARTS: Aim(step=StepAim(parts=(2, 2))),
     Situation.THREE_PARTS: Aim(step=StepAim(parts=(3, NUM_PARTS[-1]))),
-    Situation.PARTS_CHANGE: Aim(step=StepAim(parts=(1, 1)), last_step=StepAim(parts=_SEVERAL)),
+    Situation.PARTS_CHANGE: Aim(step=StepAim(parts=(1, 1)), last_step=_LAST_SEVERAL, rest=_SAME),
     Situation.PART_AFTER_LAST: Aim(step=StepAim(parts=_SEVERAL, first_is_lie=(True,))),
     Situation.NONE_ON_SOME_RANKS: Aim(step=StepAim(nones=Nones.SOME)),
     Situation.NONE_ON_ALL_RANKS: Aim(step=StepAim(nones=Nones.ALL_RANKS), solid_ends=True),
@@ -233,14 +288,28 @@ AIMS: dict[Situation, Aim] = {
     Situation.NONE_IN_LAST_PART_ONLY: Aim(step=StepAim(parts=_SEVERAL, nones=Nones.LAST), solid_ends=True),
     Situation.RANK_WITHOUT_GRADIENT: Aim(step=StepAim(nones=Nones.RANKS)),
     Situation.DISCARD_HELD: Aim(
-        step=StepAim(discard=(True,), parts=(1, 1), first_is_lie=(False,)), last_step=StepAim()
+        step=StepAim(discard=_YES, parts=(1, 1), first_is_lie=_NO), last_step=_LAST, rest=_SAME
     ),
-    Situation.DISCARD_SPILLED: Aim(step=StepAim(discard=(True,), parts=_SEVERAL), last_step=StepAim()),
+    Situation.DISCARD_SPILLED: Aim(step=StepAim(discard=_YES, parts=_SEVERAL), last_step=_LAST, rest=_SAME),
     Situation.FIRST_SPILL: Aim(step=StepAim(parts=_SEVERAL), step_index=(0, 0)),
-    Situation.LATER_SPILL: Aim(step=StepAim(discard=(False, True), parts=_SEVERAL), last_step=StepAim(parts=_SEVERAL)),
-    Situation.FIVE_STEPS: Aim(num_steps=5, discard=(False,)),
+    Situation.LATER_SPILL: Aim(
+        step=StepAim(discard=(False, True), parts=_SEVERAL), last_step=_LAST_SEVERAL, rest=_SAME
+    ),
+    Situation.FIVE_STEPS: Aim(num_steps=5, rest=replace(_SAME, discard=_NO, skip=_NO)),
+    Situation.SKIP_THEN_STEP: Aim(step=StepAim(skip=_YES), last_step=_LAST, rest=_SAME),
+    Situation.REBUILT: Aim(
+        request=lambda world: (1, REQUESTS[3]),
+        last=_third_bucket,
+        step=StepAim(rebuild=_NO),
+        last_step=StepAim(rebuild=_YES),
+        rest=_SAME,
+    ),
+    Situation.LOADED: Aim(step=StepAim(), last_step=StepAim(load=_YES, rebuild=_NO), rest=_SAME),
+    Situation.LR_CHANGED: Aim(step=StepAim(), last_step=StepAim(rate=_YES, rebuild=_NO), rest=_SAME),
     Situation.WEIGHT_DECAY_ON: Aim(lr=tuple(lr for lr in LRS if lr), decay=tuple(decay for decay in DECAYS if decay)),
     Situation.WEIGHT_DECAY_OFF: Aim(decay=(0.0,)),
+    Situation.AMSGRAD: Aim(amsgrad=_YES, step=StepAim(), last_step=_LAST, rest=_SAME),
+    Situation.MAXIMIZE: Aim(maximize=_YES, step=StepAim()),
     Situation.CLIPPING_ACTIVE: replace(_CLIPPED, step=StepAim(clip=(Clipping.ACTIVE,))),
     Situation.CLIPPING_INACTIVE: replace(_CLIPPED, step=StepAim(clip=(Clipping.INACTIVE,))),
     Situation.WIDE_PARTIAL_SUM: _WIDE,

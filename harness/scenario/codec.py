@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 from harness.errors import CaseError
 from harness.faults.language import KINDS, Corrupt, Hang
 from harness.scenario.model import MAX_ELEMENTS, SCHEMA_VERSION, Count, Domain, Operation, Parameter, Scenario, check
+from harness.scenario.relations import Relation, RelationReference
 from harness.verdict import Stage
 
 MAX_BYTES = 16 * 2**20
@@ -49,11 +50,15 @@ class SubjectReference(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Case(Struct, frozen=True):
-    """What a case file holds; ``failure`` is plain JSON for the reader of the file, and nothing depends on it."""
+    """What a case file holds; ``failure`` is plain JSON for the reader of the file, and nothing depends on it.
+
+    ``relation``: to the other scenario that it is to be run and compared with.
+    """
 
     scenario: Scenario
     subject: SubjectReference | None = None
     failure: dict[str, Any] | None = None
+    relation: RelationReference | None = None
 
 
 class _CaseFile(Scenario, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +66,7 @@ class _CaseFile(Scenario, frozen=True, forbid_unknown_fields=True):
 
     subject: SubjectReference | None = None
     failure: dict[str, Any] | None = None
+    relation: RelationReference | None = None
 
 
 class _Listed(Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +92,7 @@ _CHOICES = {
     "dtype": ["bf16", "fp16", "fp32"],
     "domain": [domain.value for domain in Domain],
     "system": ["zero_master"],
+    "name": [relation.value for relation in Relation],
     "fault": list(KINDS),
     "stage": [stage.value for stage in Stage],
     "how": _literals(Hang, "how"),
@@ -104,6 +111,8 @@ def encode(case: Case) -> bytes:
         del fields["faults"]
     if case.subject is not None:
         fields["subject"] = msgspec.to_builtins(case.subject)
+    if case.relation is not None:
+        fields["relation"] = msgspec.to_builtins(case.relation)
     if case.failure is not None:
         fields["failure"] = case.failure
     lines = []
@@ -132,7 +141,7 @@ def decode(data: bytes, source: str = "case") -> Case:
     problem = check(scenario)
     if problem is not None:
         raise CaseError(f"{source}: $.{problem}")
-    return Case(scenario, fields.subject, fields.failure)
+    return Case(scenario, fields.subject, fields.failure, fields.relation)
 
 
 def load(path: Path) -> Case:

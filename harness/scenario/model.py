@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from harness.faults.language import MAX_FAULTS, Fault, Slow, place_problem
+from harness.faults.language import MAX_FAULTS, Ending, Fault, Slow, place_problem
 from harness.scenario.partition import round_bucket
 
 SCHEMA_VERSION: Final = 1
@@ -58,12 +58,29 @@ class Domain(enum.Enum):
     GENERAL = "general"
 
 
-class Parameter(Struct, frozen=True, forbid_unknown_fields=True):
-    """One trainable parameter: its name, its shape (``()`` is a scalar) and the dtype of its compute weights."""
+class Source(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Elements ``[start, stop)`` of one stream of values."""
+
+    stream: Index
+    start: Count
+    stop: Count
+
+
+class Parameter(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One trainable parameter: its name, its shape (``()`` is a scalar) and the dtype of its compute weights.
+
+    Attributes:
+        strides: how its elements lie in memory; ``"transposed"``: with the dimensions in reverse order.
+        sources: where its values (initial weights, gradients) come from, end to end in row-major order of its shape;
+            empty: all of the stream that has its index in the list. So the same values can be cut into other
+            parameters, or lie in another order.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    strides: Literal["contiguous", "transposed"] = "contiguous"
+    sources: Annotated[tuple[Source, ...], Meta(max_length=64)] = ()
 
     @property
     def numel(self) -> int:
@@ -74,6 +91,11 @@ class Parameter(Struct, frozen=True, forbid_unknown_fields=True):
     def extent(self) -> int:
         """The product of its dimensions other than 0: torch computes with it even where there is no element."""
         return math.prod(dim or 1 for dim in self.shape)
+
+
+def sources(parameter: Parameter, index: int) -> tuple[Source, ...]:
+    """Where the values of the parameter at ``index`` of the list come from, end to end."""
+    return parameter.sources or (Source(index, 0, parameter.numel),)
 
 
 class Values(Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +121,10 @@ class Values(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdamW(Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of ``torch.optim.AdamW``, the same for the subject's master and for the reference."""
+    """Settings of ``torch.optim.AdamW``, the same for the subject's master and for the reference.
+
+    ``lr`` is the one it starts with, see :class:`Rate`.
+    """
 
     lr: Annotated[float, Meta(ge=0, le=10)] = 1e-3
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -107,10 +132,16 @@ class AdamW(Struct, frozen=True, forbid_unknown_fields=True):
     eps: Annotated[float, Meta(ge=0, le=1)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.1
     foreach: bool = False
+    amsgrad: bool = False
+    maximize: bool = False
 
 
 class Build(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="build"):
-    """Construct the system under verification with this requested bucket size (elements)."""
+    """Construct the system under verification with this requested bucket size (elements).
+
+    A later one, between two steps, drops the system and its optimizer and constructs both anew on the parameters as
+    they are: masters are made from the compute weights, moments begin at nothing.
+    """
 
     bucket: Annotated[int, Meta(ge=1, le=MAX_ELEMENTS)]
 
@@ -144,7 +175,29 @@ class Discard(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", t
     """Forget what was collected, on all ranks; ends the step without a reduction."""
 
 
-Operation = Build | Part | Clip | Step | Discard
+class Skip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="skip"):
+    """End the step after the reduction and its norm: no update and no gather, as when the norm is not finite."""
+
+
+class Rate(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="rate"):
+    """Between two steps: set the learning rate of the optimizer."""
+
+    lr: Annotated[float, Meta(ge=0, le=10)]
+
+
+class Load(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="load"):
+    """Between two steps: put other compute weights into the parameters, then ``refresh_from_weights()``.
+
+    ``version``: which; 0 are those of the beginning. Masters become the new weights, moments stay.
+    """
+
+    version: Annotated[int, Meta(ge=0, le=255)]
+
+
+Between = Build | Rate | Load
+"""What may stand between two steps."""
+
+Operation = Build | Part | Clip | Step | Discard | Skip | Rate | Load
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,28 +231,82 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
         raise ValueError("scenario has no build operation")
 
 
+class Extension(Struct, frozen=True, omit_defaults=True):
+    """What a subject takes beyond the contract's space; a class says so in ``verify_extensions``, by name.
+
+    Attributes:
+        refresh: ``refresh_from_weights()``: a :class:`Load` may be drawn.
+        dtypes: parameters of several dtypes.
+        strides: parameters that are not contiguous.
+    """
+
+    refresh: bool = False
+    dtypes: bool = False
+    strides: bool = False
+
+
+EXTENSIONS: Final = Extension.__struct_fields__
+"""Their names."""
+
+CONTRACT: Final = Extension()
+"""Nothing beyond the contract's space."""
+
+
+def beyond(scenario: Scenario, extension: Extension) -> tuple[str, ...]:
+    """What a scenario asks of a subject that takes ``extension``, and that is not in it."""
+    asked = Extension(
+        refresh=any(isinstance(operation, Load) for operation in scenario.operations),
+        dtypes=len({parameter.dtype for parameter in scenario.parameters}) > 1,
+        strides=any(parameter.strides != "contiguous" for parameter in scenario.parameters),
+    )
+    return tuple(name for name in EXTENSIONS if getattr(asked, name) and not getattr(extension, name))
+
+
 class StepPlan(Struct, frozen=True):
-    """The operations of one step, gathered: what :func:`steps` yields."""
+    """The operations of one step, gathered: what :func:`steps` yields.
+
+    ``before``: what comes between the step before and this one, without the first build. ``discard``, ``skip``: how
+    it ends, if not by a step. ``bucket``: requested by the last build before it.
+    """
 
     index: int
     parts: tuple[Part, ...]
     clip: Clip | None
     discard: bool
+    skip: bool = False
+    before: tuple[Between, ...] = ()
+    bucket: int = 1
+
+    @property
+    def ending(self) -> Ending:
+        """How it ends."""
+        return Ending.DISCARD if self.discard else Ending.SKIP if self.skip else Ending.STEP
+
+    @property
+    def reduced(self) -> bool:
+        """Whether it is carried out whole: reduced, updated, gathered."""
+        return not self.discard and not self.skip
 
 
 def steps(scenario: Scenario) -> Iterator[StepPlan]:
     """The scenario's steps in order; a discarded step counts and is numbered like any other."""
     parts: list[Part] = []
+    before: list[Between] = []
     clip: Clip | None = None
+    bucket = scenario.bucket
     index = 0
-    for operation in scenario.operations:
+    for position, operation in enumerate(scenario.operations):
         if isinstance(operation, Part):
             parts.append(operation)
         elif isinstance(operation, Clip):
             clip = operation
-        elif isinstance(operation, Step | Discard):
-            yield StepPlan(index, tuple(parts), clip, isinstance(operation, Discard))
-            parts, clip, index = [], None, index + 1
+        elif isinstance(operation, Step | Discard | Skip):
+            discard, skip = isinstance(operation, Discard), isinstance(operation, Skip)
+            yield StepPlan(index, tuple(parts), clip, discard, skip, tuple(before), bucket)
+            parts, before, clip, index = [], [], None, index + 1
+        elif position:
+            before.append(operation)
+            bucket = operation.bucket if isinstance(operation, Build) else bucket
 
 
 def check(scenario: Scenario) -> str | None:
@@ -212,6 +319,9 @@ def check(scenario: Scenario) -> str | None:
     for index, parameter in enumerate(scenario.parameters):
         if parameter.extent > MAX_ELEMENTS:
             return f"parameters[{index}].shape: dimensions other than 0 multiply to more than {MAX_ELEMENTS}"
+        problem = _sources_problem(parameter)
+        if problem is not None:
+            return f"parameters[{index}].sources{problem}"
         first = first_use.setdefault(parameter.name, index)
         if first != index:
             return f"parameters[{index}].name: {parameter.name!r} is the name of parameters[{first}] already"
@@ -238,9 +348,9 @@ def check(scenario: Scenario) -> str | None:
     clipped = False
     for index, operation in enumerate(scenario.operations):
         path = f"operations[{index}]"
-        if isinstance(operation, Build):
-            if index > 0:
-                return f"{path}: only one build is supported"
+        if isinstance(operation, Build | Rate | Load):
+            if num_parts:
+                return f"{path}: a {operation.__struct_config__.tag} within a step"
         elif isinstance(operation, Part):
             if clipped:
                 return f"{path}: a part after the clip of its step"
@@ -264,15 +374,25 @@ def check(scenario: Scenario) -> str | None:
             if isinstance(operation, Discard) and clipped:
                 return f"{path}: a discarded step cannot clip"
             num_parts, clipped = 0, False
-    if num_parts or clipped:
-        return "operations: the last step is not finished by a step or a discard"
+    if len(scenario.operations) > 1 and not isinstance(scenario.operations[-1], Step | Discard | Skip):
+        return "operations: the last step is not finished by a step, a skip or a discard"
     return _faults_problem(scenario) or exact_sums_problem(scenario) or _work_problem(scenario)
 
 
+def _sources_problem(parameter: Parameter) -> str | None:
+    for number, source in enumerate(parameter.sources):
+        if source.stop < source.start:
+            return f"[{number}]: stops at {source.stop}, before its start at {source.start}"
+    given = sum(source.stop - source.start for source in parameter.sources)
+    if parameter.sources and given != parameter.numel:
+        return f": {given} elements in all, the parameter has {parameter.numel}"
+    return None
+
+
 def _faults_problem(scenario: Scenario) -> str | None:
-    discards = tuple(plan.discard for plan in steps(scenario)) if scenario.faults else ()
+    endings = tuple(plan.ending for plan in steps(scenario)) if scenario.faults else ()
     for index, fault in enumerate(scenario.faults):
-        problem = place_problem(fault, scenario.world, discards)
+        problem = place_problem(fault, scenario.world, endings)
         if problem is not None:
             return f"faults[{index}].{problem}"
     return None
@@ -281,13 +401,15 @@ def _faults_problem(scenario: Scenario) -> str | None:
 def _work_problem(scenario: Scenario) -> str | None:
     """Why the scenario would run for longer than anybody waits; None when it does not."""
     num_parts = sum(isinstance(operation, Part) for operation in scenario.operations)
-    num_steps = sum(isinstance(operation, Step) for operation in scenario.operations)
-    num_buckets = -(-scenario.numel // round_bucket(scenario.bucket, scenario.world))
+    num_steps = sum(isinstance(operation, Step | Skip) for operation in scenario.operations)
+    builds = {at: operation.bucket for at, operation in enumerate(scenario.operations) if isinstance(operation, Build)}
+    smallest = min(builds, key=builds.__getitem__)
+    num_buckets = -(-scenario.numel // round_bucket(builds[smallest], scenario.world))
     of_ranks = f"on {scenario.world} ranks"
     limits = (
         ("operations", num_parts, "parts", scenario.numel, "elements", MAX_GRADIENT_ELEMENTS),
         ("operations", num_parts, "parts", len(scenario.parameters), "parameters", MAX_GRADIENT_TENSORS),
-        ("operations[0].bucket", num_steps, "steps", num_buckets, "buckets", MAX_BUCKET_VISITS),
+        (f"operations[{smallest}].bucket", num_steps, "steps", num_buckets, "buckets", MAX_BUCKET_VISITS),
     )
     for path, times, what, size, unit, limit in limits:
         if times * size * scenario.world > limit:

@@ -10,7 +10,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from harness.scenario.model import Scenario, StepPlan, steps
+from harness.faults.language import Ending
+from harness.scenario.model import CONTRACT, Build, Extension, Load, Rate, Scenario, StepPlan, steps
 from harness.scenario.partition import round_bucket
 
 # Above this bucket size (elements) the generator aims at nothing that needs more than one bucket: such a scenario
@@ -22,7 +23,9 @@ class Situation(enum.Enum):
     """A required situation. Words used below:
 
     - bucket size: the one really used, the request rounded down to a multiple of the world W, at least W.
-    - reduced step: one that ends in a step operation, not in a discard.
+    - reduced step: one that ends in a step operation, not in a discard nor in a skip.
+    - one instance: steps without a rebuild between them. Where two steps are spoken of, they are of one instance,
+      unless something else is said.
     - a rank's parts: those in which it holds at least one gradient. A part whose gradients are all None on a rank is
       no part on this rank.
     - a rank spills: it has two parts or more in the step, or its first one was announced with ``more=True``.
@@ -47,6 +50,11 @@ class Situation(enum.Enum):
     # An empty parameter with non-empty ones on both sides, not necessarily next to it.
     EMPTY_PARAMETER_BETWEEN = "empty-parameter-between"
 
+    # Parameters of two dtypes that are not empty.
+    MIXED_DTYPES = "mixed-dtypes"
+    # A parameter whose elements do not lie in row-major order.
+    NOT_CONTIGUOUS = "not-contiguous"
+
     # --- layout of all N elements
     FEWER_ELEMENTS_THAN_RANKS = "fewer-elements-than-ranks"
     AS_MANY_ELEMENTS_AS_RANKS = "as-many-elements-as-ranks"
@@ -64,7 +72,7 @@ class Situation(enum.Enum):
     TWO_PARTS = "two-parts"
     # Three or more.
     THREE_PARTS = "three-parts"
-    # Two reduced steps with different numbers of parts, none of them 0.
+    # Two reduced steps of one instance with different numbers of parts, none of them 0.
     PARTS_CHANGE = "parts-change"
     # On some rank: a part, announced as the last (``more=False``), and then another part.
     PART_AFTER_LAST = "part-after-last"
@@ -92,12 +100,24 @@ class Situation(enum.Enum):
     LATER_SPILL = "later-spill"
     # Five reduced steps or more.
     FIVE_STEPS = "five-steps"
+    # In a skipped step some rank has parts; so has some rank in a later reduced step.
+    SKIP_THEN_STEP = "skip-then-step"
+    # Between two reduced steps with parts: the learning rate becomes another one.
+    LR_CHANGED = "lr-changed"
+    # Between two reduced steps with parts: other weights are loaded.
+    LOADED = "loaded"
+    # Between two reduced steps with parts, of two instances: a rebuild that cuts the elements into other buckets.
+    REBUILT = "rebuilt"
 
     # --- optimizer and world
     # A weight decay and a learning rate above 0.
     WEIGHT_DECAY_ON = "weight-decay-on"
     # A weight decay of 0.
     WEIGHT_DECAY_OFF = "weight-decay-off"
+    # The largest second moments count, and there are two reduced steps with parts.
+    AMSGRAD = "amsgrad"
+    # The gradient enters with the other sign, in a reduced step with parts.
+    MAXIMIZE = "maximize"
     # Sums of two commute: only from three ranks on does the order of addition show.
     WORLD_THREE = "world-three"
 
@@ -158,9 +178,21 @@ _NEEDS_SMALL_BUCKET = frozenset(
     }
 )
 
+# The name of the field of Extension that says whether it may be drawn.
+_NEEDS_EXTENSION = {
+    Situation.LOADED: "refresh",
+    Situation.MIXED_DTYPES: "dtypes",
+    Situation.NOT_CONTIGUOUS: "strides",
+}
 
-def can_hold(situation: Situation, world: int, bucket: int | None = None) -> bool:
-    """Whether a generated scenario of this world (and of this requested bucket size, where fixed) can be in it."""
+
+def can_hold(situation: Situation, world: int, bucket: int | None = None, extension: Extension = CONTRACT) -> bool:
+    """Whether a generated scenario of this world (and of this requested bucket size, where fixed) can be in it.
+
+    ``extension``: what beyond the contract's space may be drawn.
+    """
+    if situation in _NEEDS_EXTENSION and not getattr(extension, _NEEDS_EXTENSION[situation]):
+        return False
     if situation in _NEEDS_TWO_RANKS and world < 2:
         return False
     if situation is Situation.WORLD_THREE:
@@ -171,26 +203,34 @@ def can_hold(situation: Situation, world: int, bucket: int | None = None) -> boo
         return True
     if situation is Situation.BUCKET_BELOW_WORLD:
         return bucket < world
+    if situation is Situation.REBUILT:
+        return False
     return situation not in _NEEDS_SMALL_BUCKET or round_bucket(bucket, world) <= MAX_AIMED_BUCKET
 
 
-def required(worlds: Sequence[int], bucket: int | None = None) -> frozenset[Situation]:
+def required(worlds: Sequence[int], bucket: int | None = None, extension: Extension = CONTRACT) -> frozenset[Situation]:
     """The situations that a full campaign over these worlds (and this bucket size, where fixed) must reach."""
-    return frozenset(s for s in Situation if any(can_hold(s, world, bucket) for world in worlds))
+    return frozenset(s for s in Situation if any(can_hold(s, world, bucket, extension) for world in worlds))
 
 
 def reached(scenario: Scenario) -> frozenset[Situation]:
     """The situations that a scenario is in, as far as they can be told without running it (so none of ``RUNTIME``)."""
-    plans = [_RankStep.of(plan, scenario) for plan in steps(scenario)]
-    reduced = [plan for plan in plans if not plan.discard]
     filled = frozenset(index for index, parameter in enumerate(scenario.parameters) if parameter.numel)
-    found = {*_of_parameters(scenario), *_of_layout(scenario), *_of_parts(reduced)}
-    found.update(_of_spills(plans))
-    found.update(_of_discards(plans))
-    for plan in reduced:
-        found.update(_of_nones(plan, filled))
-    if len(reduced) >= 5:
-        found.add(Situation.FIVE_STEPS)
+    found = {*_of_parameters(scenario), *_of_layout(scenario), *_of_changes(scenario)}
+    for plans in _instances(scenario):
+        reduced = [plan for plan in plans if plan.reduced]
+        found.update(_of_parts(reduced))
+        found.update(_of_spills(plans))
+        found.update(_of_endings(plans))
+        for plan in reduced:
+            found.update(_of_nones(plan, filled))
+        if len(reduced) >= 5:
+            found.add(Situation.FIVE_STEPS)
+        num_with_parts = sum(bool(plan.num_parts) for plan in reduced)
+        if scenario.optimizer.amsgrad and num_with_parts > 1:
+            found.add(Situation.AMSGRAD)
+        if scenario.optimizer.maximize and num_with_parts:
+            found.add(Situation.MAXIMIZE)
     if scenario.optimizer.weight_decay == 0:
         found.add(Situation.WEIGHT_DECAY_OFF)
     elif scenario.optimizer.lr > 0:
@@ -210,7 +250,7 @@ class _RankPart(NamedTuple):
 class _RankStep(NamedTuple):
     """One step as each rank lives it."""
 
-    discard: bool
+    ending: Ending
     nones: tuple[tuple[frozenset[int], ...], ...]  # for each part as announced, for each rank: what is None
     ranks: tuple[tuple[_RankPart, ...], ...]  # for each rank: its parts
 
@@ -221,7 +261,11 @@ class _RankStep(NamedTuple):
         for rank in range(scenario.world):
             parts = (_RankPart(part.more, none[rank]) for part, none in zip(plan.parts, nones, strict=True))
             ranks.append(tuple(part for part in parts if len(part.missing) < len(scenario.parameters)))
-        return cls(plan.discard, nones, tuple(ranks))
+        return cls(plan.ending, nones, tuple(ranks))
+
+    @property
+    def reduced(self) -> bool:
+        return self.ending is Ending.STEP
 
     @property
     def num_parts(self) -> int:
@@ -234,6 +278,50 @@ class _RankStep(NamedTuple):
     def holds(self) -> bool:
         """Whether some rank holds."""
         return any(len(parts) == 1 and not parts[0].more for parts in self.ranks)
+
+
+def _instances(scenario: Scenario) -> Iterator[list[_RankStep]]:
+    """The steps of each instance of the subject, in order."""
+    plans: list[_RankStep] = []
+    for plan in steps(scenario):
+        if plans and any(isinstance(operation, Build) for operation in plan.before):
+            yield plans
+            plans = []
+        plans.append(_RankStep.of(plan, scenario))
+    yield plans
+
+
+def _of_changes(scenario: Scenario) -> Iterator[Situation]:
+    """What changes between two reduced steps with parts."""
+    lr, cut = scenario.optimizer.lr, _cut(scenario, scenario.bucket)
+    before, of_this_instance = False, False  # whether there was such a step
+    found: set[Situation] = set()
+    for plan in steps(scenario):
+        for operation in plan.before:
+            match operation:
+                case Rate():
+                    if of_this_instance and operation.lr != lr:
+                        found.add(Situation.LR_CHANGED)
+                    lr = operation.lr
+                case Load():
+                    if of_this_instance:
+                        found.add(Situation.LOADED)
+                case Build():
+                    new = _cut(scenario, operation.bucket)
+                    if (before and new != cut) or Situation.REBUILT in found:
+                        found = {Situation.REBUILT}
+                    else:
+                        found.clear()
+                    cut, of_this_instance = new, False
+        if plan.reduced and _RankStep.of(plan, scenario).num_parts:
+            yield from found
+            found.clear()
+            before = of_this_instance = True
+
+
+def _cut(scenario: Scenario, bucket: int) -> int:
+    """The bucket size really used, as far as it cuts anything: what is as long as all elements cuts nothing."""
+    return min(round_bucket(bucket, scenario.world), scenario.numel)
 
 
 def _of_parameters(scenario: Scenario) -> Iterator[Situation]:
@@ -261,6 +349,10 @@ def _of_parameters(scenario: Scenario) -> Iterator[Situation]:
             yield Situation.PARAMETER_FILLS_BUCKET
         if parameter.numel == 1:
             yield Situation.ONE_ELEMENT_PARAMETER if parameter.shape else Situation.SCALAR_PARAMETER
+        if parameter.strides == "transposed" and sum(dim > 1 for dim in parameter.shape) > 1:
+            yield Situation.NOT_CONTIGUOUS
+    if len({parameter.dtype for parameter in scenario.parameters if parameter.numel}) > 1:
+        yield Situation.MIXED_DTYPES
 
 
 def _of_layout(scenario: Scenario) -> Iterator[Situation]:
@@ -322,16 +414,21 @@ def _of_spills(plans: Sequence[_RankStep]) -> Iterator[Situation]:
     earlier: set[int] = set()
     for plan in plans:
         spilled = plan.spilled()
-        if not plan.discard and spilled - earlier:
+        if plan.reduced and spilled - earlier:
             yield Situation.FIRST_SPILL
-        if not plan.discard and spilled & earlier:
+        if plan.reduced and spilled & earlier:
             yield Situation.LATER_SPILL
         earlier |= spilled
 
 
-def _of_discards(plans: Sequence[_RankStep]) -> Iterator[Situation]:
+def _of_endings(plans: Sequence[_RankStep]) -> Iterator[Situation]:
+    """What an ending without an update may leave behind for a later step of the same instance."""
     for index, plan in enumerate(plans):
-        if not plan.discard or not any(later.num_parts and not later.discard for later in plans[index + 1 :]):
+        if plan.reduced or not any(later.num_parts and later.reduced for later in plans[index + 1 :]):
+            continue
+        if plan.ending is Ending.SKIP:
+            if plan.num_parts:
+                yield Situation.SKIP_THEN_STEP
             continue
         if plan.holds():
             yield Situation.DISCARD_HELD

@@ -1,23 +1,26 @@
 """A scenario as a sequence of choices, each a whole number of which the lowest is the simplest.
 
 Knows nothing of who makes the choices (:mod:`harness.scenario.generate` lets Hypothesis make them). Which choices there
-are depends on those made before, and on the world as little as can be: so a scenario shrinks to a smaller world.
+are depends on those made before, and on the world as little as can be: so under ``@given`` a scenario
+shrinks to a smaller world.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from harness.faults.language import (
-    DISCARDED_STAGES,
-    REDUCED_STAGES,
     Corrupt,
     Delay,
     Duplicate,
+    Ending,
     Exit,
     Fault,
     Hang,
@@ -31,21 +34,26 @@ from harness.faults.language import (
 from harness.scenario import aims
 from harness.scenario.aims import Aim, Clipping, Form, Kind, Nones, Range, StepAim
 from harness.scenario.model import (
+    CONTRACT,
     MAX_EXPONENT,
     AdamW,
     Build,
     Clip,
     Discard,
     Domain,
+    Extension,
+    Load,
     Operation,
     Parameter,
     Part,
+    Rate,
     Scenario,
     Step,
     StepPlan,
     Values,
     steps,
 )
+from harness.scenario.model import Skip as SkipUpdate
 from harness.scenario.partition import round_bucket
 from harness.scenario.situations import MAX_AIMED_BUCKET
 from harness.verdict import Stage
@@ -124,9 +132,16 @@ def _shape(numel: int, form: int) -> tuple[int, ...]:
 
 
 def _draw_shape(
-    choices: Choices, *, layout: _Layout, before: int, empty: bool | None, kinds: Collection[Kind] | None, plain: Range
+    choices: Choices,
+    *,
+    layout: _Layout,
+    before: int,
+    empty: bool | None,
+    kinds: Collection[Kind] | None,
+    plain: Range,
+    form: Range | None,
 ) -> tuple[int, ...]:
-    """A shape, with ``before`` elements before it; ``empty``, ``kinds`` and ``plain`` (sizes) narrow the choice."""
+    """A shape, with ``before`` elements before it; the others (``plain``: sizes) narrow the choice."""
     if choices.of(aims.EMPTIES, None if empty is None else (empty,)):
         return _shape(0, choices.number(0, 7))
     kind = choices.of(aims.KINDS, kinds)
@@ -141,27 +156,39 @@ def _draw_shape(
         numel = layout.size + choices.number(1, layout.size)
     else:
         numel = {Kind.ONE: 1, Kind.FILL: to_edge, Kind.BUCKET: layout.size}[kind]
-    return _shape(numel, choices.number(0, 7))
+    return _shape(numel, choices.number(0, 7, form))
 
 
-def _draw_parameters(choices: Choices, layout: _Layout, aim: Aim) -> tuple[Parameter, ...]:
+def _draw_parameters(choices: Choices, layout: _Layout, aim: Aim, extension: Extension) -> tuple[Parameter, ...]:
+    dtypes = choices.of(aims.DTYPES, aim.dtypes if extension.dtypes else aims.DTYPES[:1])
+    strides = choices.of(aims.STRIDES, aim.strides if extension.strides else aims.STRIDES[:1])
+    shapes = _draw_shapes(choices, layout, aim)
+    filled = [math.prod(shape) > 0 for shape in shapes]
+    turns = [sum(filled[:index]) for index in range(len(shapes))]
+    return tuple(
+        Parameter(f"p{index}", shape, dtypes[turn % len(dtypes)], strides[turn % len(strides)])
+        for index, (shape, turn) in enumerate(zip(shapes, turns, strict=True))
+    )
+
+
+def _draw_shapes(choices: Choices, layout: _Layout, aim: Aim) -> list[tuple[int, ...]]:
     bears = aim.kind is not None or aim.empty_bearer
     bearer = choices.number(0, 4, (1, 4) if aim.empty_bearer else None)
     fewest = max(bearer + 1 + aim.empty_bearer if bears else 1, 2 if aim.solid_ends else 1)
     count = choices.count(aims.NUM_PARAMETERS, fewest, aims.NUM_PARAMETERS[-1])
     room = aim.room(layout.size, layout.world) if aim.room is not None else None
-    drawn: list[Parameter] = []
+    drawn: list[tuple[int, ...]] = []
     before = 0
     for index in range(count):
         last = index == count - 1
-        empty: bool | None = None
+        empty: bool | None = None if aim.empties else False
         kinds: Collection[Kind] | None = None
         plain = (1, max(3, layout.budget - before))
         if before >= layout.budget or layout.size > MAX_AIMED_BUCKET:
             kinds = _SMALL
         if room is not None:
             left = room - before - (aim.last is not None and not last)  # where the last one needs an element
-            empty = True if left == 0 else None
+            empty = True if left == 0 else empty
             kinds, plain = _SMALL, (1, left)
         if (last and (before == 0 or aim.last is not None)) or (aim.solid_ends and (last or index == 0)):
             empty = False
@@ -171,18 +198,30 @@ def _draw_parameters(choices: Choices, layout: _Layout, aim: Aim) -> tuple[Param
             empty, kinds = False, (Kind.FILL,)
         if bears and index == bearer:
             empty, kinds = aim.empty_bearer, aim.kind
-        narrowed = functools.partial(_draw_shape, layout=layout, before=before, empty=empty, kinds=kinds, plain=plain)
-        drawn.append(Parameter(f"p{index}", choices.group(narrowed)))
-        before += drawn[-1].numel
-    return tuple(drawn)
+        form = aim.last_form if last else None
+        narrowed = functools.partial(
+            _draw_shape, layout=layout, before=before, empty=empty, kinds=kinds, plain=plain, form=form
+        )
+        drawn.append(choices.group(narrowed))
+        before += math.prod(drawn[-1])
+    return drawn
 
 
 # --- steps
 
 
+class _Before(NamedTuple):
+    """What comes before a step, in this order."""
+
+    bucket: int | None  # of a rebuild
+    version: int | None  # of loaded weights
+    shift: int  # of the learning rate, along the table; 0: it stays
+
+
 class _Step(NamedTuple):
+    before: _Before
     parts: tuple[Part, ...]
-    discard: bool
+    ending: Ending
     clipping: Clipping
     factor: float  # of the expected norm
 
@@ -207,31 +246,59 @@ def _draw_nones(
     return ranks, frozenset(missing)
 
 
-def _draw_step(
-    choices: Choices,
-    *,
-    world: int,
-    parameters: Sequence[Parameter],
-    aim: StepAim | None,
-    discard: Collection[bool] | None,
-) -> _Step:
-    """One step; without an aim it is free but for ``discard``, the endings allowed."""
-    free = aim is None
-    aim = aim or StepAim()
-    discarded = choices.of(aims.DISCARDS, discard if free else aim.discard)
-    clipping, factor = Clipping.NONE, 0.0
-    if not discarded:
-        clipping = choices.of(aims.CLIPS, aim.clip)
+class _Fixed(NamedTuple):
+    """What is known when steps are drawn. ``bucket``: where the user has fixed it; ``size``: the one really used."""
+
+    world: int
+    parameters: tuple[Parameter, ...]
+    bucket: int | None
+    size: int
+    extension: Extension
+
+
+def _draw_before(choices: Choices, fixed: _Fixed, aim: StepAim) -> _Before:
+    shift = 0
+    if choices.of(aims.RATES, aim.rate):
+        shift = choices.number(1, len(aims.LRS) - 1)
+    version = None
+    if choices.of(aims.LOADS, aim.load if fixed.extension.refresh else (False,)):
+        version = choices.of(aims.VERSIONS)
+    bucket = None
+    if choices.of(aims.REBUILDS, aim.rebuild):
+        bucket = fixed.bucket or _draw_other_bucket(choices, fixed, narrow=aim.rebuild is not None)
+    return _Before(bucket, version, shift)
+
+
+def _draw_other_bucket(choices: Choices, fixed: _Fixed, *, narrow: bool) -> int:
+    """A requested bucket size, of not too many buckets; ``narrow``: one that cuts otherwise than the first."""
+    numel = sum(parameter.numel for parameter in fixed.parameters)
+    most = aims.REQUESTS[-1]
+    fewest = min(-(-numel // aims.MAX_BUCKETS), most)
+    other: Range | None = None
+    if narrow:
+        smaller = fewest < fixed.size and fixed.size % (2 * fixed.world) == 0
+        other = (fewest, fixed.size - 1) if smaller else (fixed.size + fixed.world, most)
+    return choices.number(fewest, most, other)
+
+
+def _draw_step(choices: Choices, *, fixed: _Fixed, aim: StepAim) -> _Step:
+    world, parameters = fixed.world, fixed.parameters
+    before = _draw_before(choices, fixed, aim)
+    skipped = choices.of(aims.SKIPS, aim.skip)
+    discarded = choices.of(aims.DISCARDS, aim.discard)
+    # Asked of a discarded step too, which has none: so one ending turns into another and all other choices stay.
+    clipping, factor = choices.of(aims.CLIPS, aim.clip), 0.0
     if clipping is not Clipping.NONE:
         factor = choices.of(aims.FACTORS[clipping])
-    nones = choices.of(aims.STEP_NONES, None if free else (aim.nones,))
+    free = aim.nones is None
+    nones = choices.of(aims.STEP_NONES, None if aim.nones is None else (aim.nones,))
     step_ranks, step_missing = _draw_nones(choices, world, parameters, nones, aimed=not free)
     count = choices.count(aims.NUM_PARTS, *aim.parts)
     parts: list[Part] = []
     for index in range(count):
         first, last = index == 0, index == count - 1
         # An announced further part that never comes is only certain to be harmless where the step is discarded.
-        lies: Collection[bool] | None = (False,) if last and not discarded else None
+        lies: Collection[bool] | None = (False,) if last and not discarded else aim.lie
         if first and aim.first_is_lie is not None:
             lies = aim.first_is_lie
         narrowed = functools.partial(_draw_part, world=world, parameters=parameters, lies=lies, free=free)
@@ -246,7 +313,10 @@ def _draw_step(
         # Whose gradient it is: never the same on two ranks or in two parts.
         contributors = tuple(range(index * world, (index + 1) * world))
         parts.append(Part(more=lie == last, contributors=contributors, none=none))
-    return _Step(tuple(parts), discarded, clipping, factor)
+    if discarded:
+        clipping = Clipping.NONE
+    ending = Ending.DISCARD if discarded else Ending.SKIP if skipped else Ending.STEP
+    return _Step(before, tuple(parts), ending, clipping, factor)
 
 
 def _draw_part(
@@ -258,22 +328,20 @@ def _draw_part(
     return lie, *_draw_nones(choices, world, parameters, nones, aimed=False)
 
 
-def _draw_steps(choices: Choices, world: int, parameters: Sequence[Parameter], aim: Aim) -> tuple[_Step, ...]:
+def _draw_steps(choices: Choices, fixed: _Fixed, aim: Aim) -> tuple[_Step, ...]:
     bearer = choices.number(0, 2, aim.step_index)
     fewest = aim.num_steps
     if aim.step is not None:
         fewest = max(fewest, bearer + 1 + (aim.last_step is not None))
-    count = choices.count(aims.NUM_STEPS, fewest, aims.NUM_STEPS[-1])
+    count = choices.count(aims.NUM_STEPS, fewest, max(fewest, aim.most_steps))
     drawn: list[_Step] = []
     for index in range(count):
         last = index == count - 1
         step_aim = aim.step if index == bearer else aim.last_step if last else None
-        discard = (False,) if last else aim.discard  # a discard shows most in the step that follows
-        drawn.append(
-            choices.group(
-                functools.partial(_draw_step, world=world, parameters=parameters, aim=step_aim, discard=discard)
-            )
-        )
+        if step_aim is None:
+            # What is left out shows most in the step that follows.
+            step_aim = dataclasses.replace(aim.rest, discard=(False,), skip=(False,)) if last else aim.rest
+        drawn.append(choices.group(functools.partial(_draw_step, fixed=fixed, aim=step_aim)))
     return tuple(drawn)
 
 
@@ -298,6 +366,17 @@ def _draw_exponent(choices: Choices, low: int, high: int) -> int:
     return low + choices.number(0, 3) if where == 8 else high - choices.number(0, 3)
 
 
+def _for_fp16(values: Values) -> Values:
+    """The same, with the exponents that fp16 has, and without the special values, which are those of bf16.
+
+    Not narrowed when drawn: the choices do not depend on dtypes, so that these can be lowered by themselves.
+    """
+    low, high = aims.FP16_EXPONENTS
+    spread = min(values.spread, high - low)
+    exponent = min(max(values.exponent, low), high - spread)
+    return msgspec.structs.replace(values, exponent=exponent, spread=spread, special=0, nonfinite=False)
+
+
 def _draw_general(choices: Choices, max_k: int, aim: Aim) -> Values:
     form = choices.of(aims.FORMS, aim.form)
     spread = choices.of(aims.SPREADS[form], aim.spread)
@@ -314,12 +393,18 @@ def _draw_general(choices: Choices, max_k: int, aim: Aim) -> Values:
     )
 
 
-def _draw_values(choices: Choices, world: int, numel: int, drawn: Sequence[_Step], aim: Aim) -> Values:
+def _draw_values(choices: Choices, world: int, parameters: Sequence[Parameter], most_parts: int, aim: Aim) -> Values:
+    numel = sum(parameter.numel for parameter in parameters)
+    values = _draw_bf16_values(choices, world, numel, most_parts, aim)
+    return _for_fp16(values) if any(parameter.dtype == "fp16" for parameter in parameters) else values
+
+
+def _draw_bf16_values(choices: Choices, world: int, numel: int, most_parts: int, aim: Aim) -> Values:
     domain = choices.of(aims.DOMAINS, aim.domain)
     max_k = choices.of(aims.MAX_KS, aim.max_k)
     if domain is Domain.GENERAL:
         return _draw_general(choices, max_k, aim)
-    num_contributions = world * max(len(step.parts) for step in drawn)
+    num_contributions = world * most_parts
     if domain is Domain.NORM_EXACT:
         # Largest reduced |k| whose squares, over all elements, still add up exactly (model.exact_sums_problem).
         most = math.isqrt((2**24 - 1) // numel) // num_contributions
@@ -333,15 +418,15 @@ def _draw_optimizer(choices: Choices, aim: Aim) -> AdamW:
     foreach = choices.of((False, True))
     lr, weight_decay = choices.of(aims.LRS, aim.lr), choices.of(aims.DECAYS, aim.decay)
     beta1, beta2 = choices.of(aims.BETAS)
-    return AdamW(lr, beta1, beta2, choices.of(aims.EPS), weight_decay, foreach)
+    eps = choices.of(aims.EPS)
+    amsgrad, maximize = choices.of(aims.AMSGRADS, aim.amsgrad), choices.of(aims.MAXIMIZES, aim.maximize)
+    return AdamW(lr, beta1, beta2, eps, weight_decay, foreach, amsgrad, maximize)
 
 
-def _expected_norm(values: Values, parameters: Sequence[Parameter], step: _Step) -> float:
+def expected_norm(values: Values, parameters: Sequence[Parameter], parts: Sequence[Part]) -> float:
     """Root of the expected squared norm of a step's reduced gradient."""
     numel = sum(parameter.numel for parameter in parameters)
-    num_elements = sum(
-        numel - sum(parameters[index].numel for index in none) for part in step.parts for none in part.none
-    )
+    num_elements = sum(numel - sum(parameters[index].numel for index in none) for part in parts for none in part.none)
     square = values.max_k * (values.max_k + 1) / 3
     square *= sum(4.0**s for s in range(values.spread + 1)) / (values.spread + 1)
     return math.ldexp(math.sqrt(square * num_elements), values.exponent)
@@ -349,31 +434,80 @@ def _expected_norm(values: Values, parameters: Sequence[Parameter], step: _Step)
 
 # --- scenarios
 
+_ENDINGS: dict[Ending, Operation] = {Ending.STEP: Step(), Ending.SKIP: SkipUpdate(), Ending.DISCARD: Discard()}
 
-def draw_scenario(choices: Choices, world: int, aim: Aim, seed: int, bucket: int | None) -> Scenario:
-    """The rest of a scenario."""
+
+def _draw_layout(choices: Choices, world: int, aim: Aim, bucket: int | None) -> tuple[int, _Layout]:
+    """The requested bucket size, and what it means for the parameters."""
     request = bucket
     if request is None:
         narrow = aim.request(world) if aim.request is not None else (1, aims.REQUESTS[-1])
         largest = choices.of(aims.REQUESTS, [most for most in aims.REQUESTS if most >= narrow[0]])
-        request = choices.number(1, aims.REQUESTS[-1] if aim.unlimited else largest, narrow)
+        request = choices.number(1, largest, narrow)
     size = round_bucket(request, world)
     budget = min(choices.of(aims.BUDGETS) * size, aims.MAX_BUDGET)
     if size > MAX_AIMED_BUCKET:
         budget = aims.LARGE_BUCKET_BUDGET
-    if aim.unlimited:
-        budget = 2 * aims.MAX_BUDGET
-    parameters = _draw_parameters(choices, _Layout(world, size, budget), aim)
-    drawn = _draw_steps(choices, world, parameters, aim)
-    values = _draw_values(choices, world, sum(parameter.numel for parameter in parameters), drawn, aim)
+    return request, _Layout(world, size, budget)
+
+
+class Beginning(NamedTuple):
+    """All of a scenario but what is done in it."""
+
+    world: int
+    seed: int
+    request: int
+    parameters: tuple[Parameter, ...]
+    values: Values
+    optimizer: AdamW
+
+
+def draw_beginning(
+    choices: Choices,
+    world: int,
+    aim: Aim,
+    seed: int,
+    bucket: int | None,
+    extension: Extension = CONTRACT,
+    *,
+    most_parts: int,
+) -> Beginning:
+    """All of a scenario but what is done in it; ``most_parts``: no step will have more."""
+    request, layout = _draw_layout(choices, world, aim, bucket)
+    parameters = _draw_parameters(choices, layout, aim, extension)
+    values = _draw_values(choices, world, parameters, most_parts, aim)
+    return Beginning(world, seed, request, parameters, values, _draw_optimizer(choices, aim))
+
+
+def draw_scenario(
+    choices: Choices, world: int, aim: Aim, seed: int, bucket: int | None, extension: Extension = CONTRACT
+) -> Scenario:
+    """The rest of a scenario.
+
+    ``extension``: what beyond the contract's space may be drawn. Without it the same choices are made, each with the
+    simplest outcome alone.
+    """
+    request, layout = _draw_layout(choices, world, aim, bucket)
+    parameters = _draw_parameters(choices, layout, aim, extension)
+    drawn = _draw_steps(choices, _Fixed(world, parameters, bucket, layout.size, extension), aim)
+    most_parts = max(len(step.parts) for step in drawn)
+    values = _draw_values(choices, world, parameters, most_parts, aim)
+    optimizer = _draw_optimizer(choices, aim)
     operations: list[Operation] = [Build(request)]
+    rate = aims.LRS.index(optimizer.lr)
     for step in drawn:
+        if step.before.bucket is not None:
+            operations.append(Build(step.before.bucket))
+        if step.before.version is not None:
+            operations.append(Load(step.before.version))
+        if step.before.shift:
+            rate = (rate + step.before.shift) % len(aims.LRS)
+            operations.append(Rate(aims.LRS[rate]))
         operations.extend(step.parts)
         if step.clipping is not Clipping.NONE:
             # The coefficient has 1e-6 added to the norm: without it here, tiny norms would always be clipped.
-            operations.append(Clip(step.factor * (_expected_norm(values, parameters, step) + 1e-6)))
-        operations.append(Discard() if step.discard else Step())
-    optimizer = _draw_optimizer(choices, aim)
+            operations.append(Clip(step.factor * (expected_norm(values, parameters, step.parts) + 1e-6)))
+        operations.append(_ENDINGS[step.ending])
     return Scenario(world, seed, parameters, values, optimizer, tuple(operations))
 
 
@@ -400,7 +534,7 @@ def draw_fault(choices: Choices, scenario: Scenario) -> Fault:
         return Mute(rank=rank)
     if kind in aims.FAULTS_ALONE:
         return _draw_ending(choices, kind, rank, plans[choices.number(0, len(plans) - 1)], scenario.world)
-    reduced = [plan.index for plan in plans if not plan.discard]
+    reduced = [plan.index for plan in plans if plan.reduced]
     step = reduced[choices.number(0, len(reduced) - 1)]
     if kind is Corrupt:
         return _draw_corrupt(choices, rank, step, scenario)
@@ -414,7 +548,7 @@ def draw_fault(choices: Choices, scenario: Scenario) -> Fault:
 
 def _draw_ending(choices: Choices, kind: type, rank: int, plan: StepPlan, world: int) -> Fault:
     """What ends or stops the rank, anywhere in a step or in the construction."""
-    stages = (*(DISCARDED_STAGES if plan.discard else REDUCED_STAGES), Stage.BUILD)
+    stages = (*plan.ending.stages, Stage.BUILD)
     stage = choices.of(stages)
     collective = choices.of((None, 0)) if stage in _COMMUNICATING and world > 1 else None
     step = None if stage is Stage.BUILD else plan.index

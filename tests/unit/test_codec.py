@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,18 @@ from harness.scenario.model import (
     Clip,
     Discard,
     Domain,
+    Load,
     Operation,
     Parameter,
     Part,
+    Rate,
     Scenario,
+    Skip,
+    Source,
     Step,
     Values,
 )
+from harness.scenario.relations import Relation, RelationReference
 
 few = settings(max_examples=60, deadline=None, database=None)
 
@@ -58,7 +64,7 @@ def cases(draw: st.DrawFn) -> Case:
     parameters.append(Parameter("\x00always\x00", (2,)))
     indices = st.lists(st.integers(0, len(parameters) - 1), max_size=2, unique=True).map(tuple)
     operations: list[Operation] = [Build(draw(st.integers(1, 2**40)))]
-    for _ in range(draw(st.integers(0, 3))):
+    for last in (False, False, True)[draw(st.integers(0, 3)) :]:
         for _ in range(draw(st.integers(1, 2))):
             contributors = tuple(draw(st.integers(0, 2**31)) for _ in range(world))
             operations.append(Part(draw(st.booleans()), contributors, tuple(draw(indices) for _ in range(world))))
@@ -66,8 +72,10 @@ def cases(draw: st.DrawFn) -> Case:
             [Step()],
             [Discard()],
             [Clip(draw(st.floats(min_value=5e-324, max_value=1e308))), Step()],
+            [Skip(), Rate(draw(st.floats(0, 10))), Load(draw(st.integers(0, 255)))],
+            [Step(), Build(draw(st.integers(1, 2**40)))],
         ]
-        operations += draw(st.sampled_from(ending))
+        operations += draw(st.sampled_from(ending[:3] if last else ending))
     fraction = st.floats(0, 1, exclude_max=True)
     narrow = any(parameter.dtype == "fp16" for parameter in parameters)
     exponent, spread = (
@@ -93,7 +101,12 @@ def cases(draw: st.DrawFn) -> Case:
             nonfinite=special > 0 and draw(st.booleans()),
         ),
         optimizer=AdamW(
-            lr=draw(st.floats(0, 10)), beta1=draw(fraction), beta2=draw(fraction), foreach=draw(st.booleans())
+            lr=draw(st.floats(0, 10)),
+            beta1=draw(fraction),
+            beta2=draw(fraction),
+            foreach=draw(st.booleans()),
+            amsgrad=draw(st.booleans()),
+            maximize=draw(st.booleans()),
         ),
         operations=tuple(operations),
     )
@@ -185,10 +198,11 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
         (set_("operations", 1, "rank", to=1), "$.operations[1]: object contains unknown field `rank`"),
         (
             set_("operations", 3, "op", to="stop"),
-            "$.operations[3].op: expected one of 'build', 'part', 'clip', 'step', 'discard', got 'stop'",
+            "$.operations[3].op: expected one of 'build', 'part', 'clip', 'step', 'discard', 'skip', 'rate', 'load', "
+            "got 'stop'",
         ),
         (delete("operations", 3, "op"), "$.operations[3]: object missing required field `op`"),
-        (delete("operations", 5), "$.operations: the last step is not finished by a step or a discard"),
+        (delete("operations", 5), "$.operations: the last step is not finished by a step, a skip or a discard"),
         (set_("operations", to=[]), "$.operations: expected `array` of length >= 1"),
         (set_("operations", 2, "max_norm", to=0), "$.operations[2].max_norm: expected `float` > 0.0"),
         (
@@ -585,3 +599,41 @@ def test_a_bad_list_of_parameters_gives_one_line(text: str, line: str, tmp_path:
     with pytest.raises(CaseError) as caught:
         load_parameters(path)
     assert str(caught.value) == f"{path}: {line}"
+
+
+# --- relations and sources
+
+
+def test_a_case_keeps_its_relation_and_where_values_come_from(tmp_path: Path) -> None:
+    moved = (
+        Parameter("a", (2,), "fp32", "transposed", (Source(0, 3, 4), Source(2, 0, 1))),
+        Parameter("b", (3,)),
+    )
+    scenario = Scenario(1, 3, moved, Values(Domain.EXACT, 3, 0), AdamW(), (Build(2), Part(False, (0,), ((),)), Step()))
+    case = Case(scenario, relation=RelationReference(Relation.WORLD, 5, (1, 2)))
+    assert load(save(case, tmp_path)) == case
+
+
+@pytest.mark.parametrize(
+    ("sources", "problem"),
+    [
+        ((Source(0, 0, 1),), "$.parameters[0].sources: 1 elements in all, the parameter has 2"),
+        ((Source(0, 0, 3), Source(0, 3, 2)), "$.parameters[0].sources[1]: stops at 2, before its start at 3"),
+    ],
+)
+def test_sources_must_give_the_parameters_elements(sources: tuple[Source, ...], problem: str) -> None:
+    parameters = (Parameter("a", (2,), sources=sources),)
+    scenario = Scenario(
+        1, 3, parameters, Values(Domain.EXACT, 3, 0), AdamW(), (Build(2), Part(False, (0,), ((),)), Step())
+    )
+    with pytest.raises(CaseError, match=re.escape(problem)):
+        decode(encode(Case(scenario)))
+
+
+def test_an_unknown_relation_is_refused_with_those_that_there_are() -> None:
+    scenario = Scenario(
+        1, 3, (Parameter("a", (2,)),), Values(Domain.EXACT, 3, 0), AdamW(), (Build(2), Part(False, (0,), ((),)), Step())
+    )
+    text = encode(Case(scenario, relation=RelationReference(Relation.CUT))).replace(b'"cut"', b'"slice"')
+    with pytest.raises(CaseError, match=r"\$\.relation\.name: expected one of 'bucket', 'world', .*, got 'slice'"):
+        decode(text)

@@ -33,7 +33,7 @@ from harness.faults.language import (
 from harness.scenario import codec
 from harness.scenario.aims import FREE, for_fault
 from harness.scenario.codec import Case, decode, encode
-from harness.scenario.generate import draw, shrink
+from harness.scenario.generate import draw
 from harness.scenario.model import (
     AdamW,
     Build,
@@ -47,6 +47,7 @@ from harness.scenario.model import (
     check,
     steps,
 )
+from harness.scenario.model import Skip as SkipUpdate
 from harness.scenario.space import Choices, draw_fault, draw_scenario
 from harness.verdict import Property, Stage
 
@@ -184,7 +185,7 @@ def test_a_fault_after_one_that_ends_the_scenario_need_not_strike() -> None:
     assert unhit(scenario, {1: (1,)}) == []
 
 
-# --- drawing and shrinking --------------------------------------------------------------------------------------------
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 WORLDS = (1, 2, 3)
 
@@ -249,27 +250,14 @@ def test_the_same_seed_draws_the_same_faults() -> None:
     assert [draw(3, index, WORLDS, fault=True) for index in range(0, 400, 50)] == list(drawn()[::50])
 
 
-def smallest(keeps: Callable[[Scenario], bool]) -> Scenario:
-    """What the first drawn scenario that ``keeps`` accepts shrinks to."""
-    index = next(index for index, scenario in enumerate(drawn()) if keeps(scenario))
-    return shrink(3, index, WORLDS, keeps, fault=True)
-
-
-def test_a_scenario_shrinks_and_keeps_its_fault() -> None:
-    scenario = smallest(lambda scenario: scenario.world == 2 and len(scenario.faults) == 1)
-
-    assert scenario.faults == (Kill(rank=0, step=0, stage=Stage.COLLECT, signal=9),)
-    assert (scenario.numel, len(scenario.operations)) == (1, 3)
-
-
-def test_a_fault_shrinks_like_the_rest() -> None:
-    def keeps(scenario: Scenario) -> bool:
-        fault = scenario.faults[0]
-        return isinstance(fault, Corrupt) and fault.rank == 1
-
-    fault = smallest(keeps).faults[0]
-
-    assert fault == Corrupt(rank=1, step=0, stage=Stage.REDUCE, collective=0, what="bit")
+def test_in_a_skipped_step_nothing_strikes_after_the_norm() -> None:
+    """Nothing of the subject's is called there, so a fault would never strike and the run show nothing."""
+    skipped = replace(SCENARIO, operations=(Build(4), PART, SkipUpdate(), PART, Step()))
+    for stage, allowed in ((Stage.REDUCE, True), (Stage.NORM, True), (Stage.UPDATE, False), (Stage.GATHER, False)):
+        problem = check(replace(skipped, faults=(Kill(rank=0, step=0, stage=stage),)))
+        assert (problem is None) == allowed, problem
+        assert allowed or "a skipped one" in str(problem)
+        assert check(replace(skipped, faults=(Kill(rank=0, step=1, stage=stage),))) is None
 
 
 def test_drawing_a_fault_leaves_the_choices_before_it_as_they_were() -> None:

@@ -1,9 +1,8 @@
-"""The generator: goals are reached by construction, draws repeat, and failures shrink to something small."""
+"""The generator: goals are reached by construction, and draws repeat."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import subprocess
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis
 import numpy as np
@@ -20,9 +19,22 @@ import pytest
 
 from harness.oracles.contributions import Nesting, reduced_in_order
 from harness.oracles.order import in_rank_order
-from harness.scenario.aims import AIMS, ANYTHING, FREE, SPECIALS, SPREADS, Form
-from harness.scenario.generate import draw, scenarios, shrink, turn
-from harness.scenario.model import Domain, Scenario, StepPlan, Values, check, steps
+from harness.scenario import generate
+from harness.scenario.aims import AIMS, FREE, SPECIALS, SPREADS, Form
+from harness.scenario.generate import draw, scenarios, turn
+from harness.scenario.model import (
+    AdamW,
+    Build,
+    Domain,
+    Extension,
+    Load,
+    Rate,
+    Scenario,
+    StepPlan,
+    Values,
+    check,
+    steps,
+)
 from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached, required
 from harness.scenario.space import Choices, draw_scenario
 from harness.scenario.values import gradient
@@ -62,9 +74,12 @@ class Replayed(Choices):
         return draw(self)
 
 
+EVERYTHING = Extension(refresh=True, dtypes=True, strides=True)
+
+
 def random_scenario(goal: Situation, world: int, seed: int, bucket: int | None = None) -> tuple[Scenario, list[int]]:
     choices = Recorded(Random(seed))
-    made = draw_scenario(choices, world, AIMS[goal], seed, bucket)
+    made = draw_scenario(choices, world, AIMS[goal], seed, bucket, EVERYTHING)
     return made, choices.numbers
 
 
@@ -125,7 +140,7 @@ def told_by_integers(scenario: Scenario) -> set[Situation]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 11])
 def test_each_goal_is_reached_by_construction(world: int) -> None:
-    for goal in (goal for goal in GOALS if can_hold(goal, world)):
+    for goal in (goal for goal in GOALS if can_hold(goal, world, extension=EVERYTHING)):
         for seed in range(30):
             made, _ = random_scenario(goal, world, seed)
             assert check(made) is None
@@ -171,15 +186,39 @@ def test_a_full_campaign_shows_what_sums_tell_several_times_and_extremes_only_by
     assert all(count[goal] >= 5 for goal in RUNTIME - clipping)
 
 
-def test_a_goal_only_narrows_choices() -> None:
-    """The choices made for a goal give the same scenario without it: so shrinking can drop the goal."""
-    for world in WORLDS:
-        for goal in (goal for goal in GOALS if can_hold(goal, world)):
-            for seed in range(5):
-                made, numbers = random_scenario(goal, world, seed)
-                replayed = Replayed(numbers)
-                assert draw_scenario(replayed, world, ANYTHING, seed, None) == made
-                assert not replayed.left
+def test_what_a_subject_does_not_take_is_not_drawn_and_choices_without_it_stay() -> None:
+    """The choices of a scenario that nothing was drawn for beyond the contract give it whatever is allowed."""
+    loads = 0
+    for seed in range(200):
+        choices = Recorded(Random(seed))
+        made = draw_scenario(choices, 2, FREE, seed, None)
+        assert not any(isinstance(operation, Load) for operation in made.operations)
+        assert draw_scenario(Replayed(choices.numbers), 2, FREE, seed, None, EVERYTHING) == made
+        wider = draw_scenario(Recorded(Random(seed)), 2, FREE, seed, None, EVERYTHING)
+        loads += any(isinstance(operation, Load) for operation in wider.operations)
+    assert loads > 10
+
+
+def test_what_stands_between_steps_is_there_now_and_then() -> None:
+    """About one scenario in six has a new rate, one a rebuild, one a skip; a rate that is set is another one."""
+    count: Counter[str] = Counter()
+    for made in campaign():
+        lr = made.optimizer.lr
+        for operation in made.operations[1:]:
+            if isinstance(operation, Rate):
+                assert operation.lr != lr
+                lr = operation.lr
+        count.update({operation.__struct_config__.tag for operation in made.operations[1:]})
+        count.update(name for name in ("amsgrad", "maximize") if getattr(made.optimizer, name))
+    for name in ("rate", "build", "skip", "amsgrad", "maximize"):
+        assert 15 <= count[name] <= 90, name
+
+
+def test_a_rebuild_cuts_into_no_more_buckets_than_a_rank_can_take() -> None:
+    for made in campaign():
+        for operation in made.operations[1:]:
+            if isinstance(operation, Build):
+                assert made.numel <= 24 * operation.bucket
 
 
 def test_drawn_scenarios_are_valid_and_of_the_intended_world_and_goal() -> None:
@@ -195,10 +234,11 @@ def test_a_full_campaign_reaches_every_situation_several_times_and_aims_at_each_
     assert all(count[situation] >= 5 for situation in required(WORLDS) - RUNTIME)
     aimed = Counter(turn(index, WORLDS) for index in range(300))
     places = [(world, goal) for goal in GOALS for world in WORLDS if can_hold(goal, world)]
-    assert len(places) < 150
+    assert len(places) < 180
     assert all(aimed[place] >= 1 for place in places)
-    assert sum(aimed[place] >= 2 for place in places) > 0.9 * len(places)
-    assert all(sum(aimed[world, goal] for world in WORLDS) >= 4 for goal in GOALS)
+    assert sum(aimed[place] >= 2 for place in places) > 0.6 * len(places)
+    of_contract = [goal for goal in GOALS if any(can_hold(goal, world) for world in WORLDS)]
+    assert all(sum(aimed[world, goal] for world in WORLDS) >= 4 for goal in of_contract)
     # A short campaign starts its worlds at different goals.
     assert len({turn(index, WORLDS).goal for index in range(40)}) > 30
 
@@ -216,7 +256,7 @@ def test_the_input_space_is_covered() -> None:
     values = [made.values for made in drawn]
     assert {v.domain for v in values} == set(Domain)
     general = Counter(made.world for made in drawn if made.values.domain is Domain.GENERAL)
-    assert all(20 <= general[world] <= 40 for world in WORLDS)
+    assert all(15 <= general[world] <= 40 for world in WORLDS)
     assert min(v.exponent for v in values) == -133
     assert max(v.exponent for v in values) == 100
     wide = [v.max_k >= 100 for v in values if v.domain is Domain.EXACT]
@@ -267,6 +307,31 @@ def test_a_campaign_over_one_world_has_general_values_too(world: int) -> None:
     assert Domain.EXACT in domains
 
 
+def test_each_draw_is_the_random_one_and_not_the_simplest_that_hypothesis_tries_first() -> None:
+    """Which is told from it by one choice, so that nothing is drawn in vain."""
+    drawn = 0
+    real = generate.draw_scenario
+
+    def counted(*given: Any) -> Scenario:
+        nonlocal drawn
+        drawn += 1
+        return real(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "draw_scenario", counted)
+        made = [draw(21, index, (1,)) for index in range(60)]
+    assert drawn == 60
+    assert len(set(made)) == 60
+    # The simplest choice of each is one of several: half of the scenarios or so have it.
+    for simple in (
+        lambda one: len(one.parameters) == 1,
+        lambda one: len(list(steps(one))) == 1,
+        lambda one: one.values.domain is Domain.EXACT,
+        lambda one: one.optimizer == AdamW(),
+    ):
+        assert sum(map(simple, made)) < 48
+
+
 def test_worlds_are_checked() -> None:
     for worlds in ((), (0, 1)):
         with pytest.raises(ValueError, match="worlds: expected numbers of ranks from 1 up"):
@@ -289,9 +354,8 @@ if len(sys.argv) > 1:
     import hypothesis
     hypothesis.settings.register_profile("mine", max_examples=1, derandomize=True, verbosity=hypothesis.Verbosity.debug)
     hypothesis.settings.load_profile("mine")
-from harness.scenario.generate import draw, shrink
+from harness.scenario.generate import draw
 drawn = [draw(7, index, (1, 2, 3, 4)) for index in range(25)]
-drawn.append(shrink(7, 3, (1, 2, 3, 4), lambda scenario: scenario.numel > 2))
 print(hashlib.sha256(repr(drawn).encode()).hexdigest())
 """
 
@@ -318,84 +382,3 @@ def test_other_processes_draw_the_same_whatever_their_hash_seed_imports_profile_
     assert digests[0] == digests[1]
     assert len(digests[0]) == 65
     assert [path.name for path in tmp_path.iterdir()] == ["modules"]
-
-
-# --- shrinking
-
-
-def first_failing(fails: Callable[[Scenario], bool], start: int = 0) -> int:
-    return next(index for index in range(start, 300) if fails(campaign()[index]))
-
-
-def crosses(scenario: Scenario) -> bool:
-    return scenario.world >= 3 and Situation.PARAMETER_CROSSES_BUCKET_EDGE in reached(scenario)
-
-
-def spills_after_discard(scenario: Scenario) -> bool:
-    return any(earlier.discard and len(later.parts) > 1 for earlier, later in itertools.pairwise(steps(scenario)))
-
-
-@pytest.mark.parametrize("start", [0, 200])
-def test_shrinks_a_parameter_across_buckets_of_three_ranks(start: int) -> None:
-    found = shrink(0, first_failing(crosses, start), WORLDS, crosses)
-    assert crosses(found)
-    assert found.world == 3
-    assert len(found.parameters) <= 2
-    assert found.numel <= 6
-    assert found.bucket <= 3
-    assert [len(plan.parts) for plan in steps(found)] == [1]
-    assert found.optimizer == type(found.optimizer)()
-    assert found.values.exponent == 0
-
-
-@pytest.mark.parametrize("start", [0, 200])
-def test_shrinks_a_spill_after_a_discard(start: int) -> None:
-    found = shrink(0, first_failing(spills_after_discard, start), WORLDS, spills_after_discard)
-    assert found.world == 1
-    assert found.numel == 1
-    assert [len(plan.parts) for plan in steps(found)] == [1, 2]
-
-
-def test_shrinks_below_the_goal_it_was_drawn_for() -> None:
-    index = next(index for index in range(300) if turn(index, WORLDS) == (4, Situation.FIVE_STEPS))
-    found = shrink(0, index, WORLDS, lambda scenario: scenario.world >= 2)
-    assert (found.world, found.numel, len(list(steps(found)))) == (2, 1, 1)
-
-
-def test_tries_no_scenario_twice_and_not_the_first() -> None:
-    tried = [campaign()[5]]
-
-    def fails(scenario: Scenario) -> bool:
-        tried.append(scenario)
-        return scenario.numel > 3
-
-    assert shrink(0, 5, WORLDS, fails).numel == 4
-    assert len(set(tried)) == len(tried) > 3
-
-
-def test_returns_the_first_when_nothing_simpler_fails() -> None:
-    assert shrink(0, 7, WORLDS, lambda scenario: False) == campaign()[7]
-
-
-class Stop(BaseException):
-    """What a caller that has run out of time raises."""
-
-
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, OSError, AssertionError])
-def test_what_the_predicate_raises_ends_it_and_passes_through(
-    error: type[BaseException], capfd: pytest.CaptureFixture[str]
-) -> None:
-    calls = 0
-
-    def fails(scenario: Scenario) -> bool:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise error("enough")
-        return False
-
-    with pytest.raises(error, match="enough"):
-        shrink(0, 7, WORLDS, fails)
-    assert calls == 4
-    assert capfd.readouterr() == ("", "")
-    assert draw(0, 7, WORLDS) == campaign()[7]

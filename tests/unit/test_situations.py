@@ -13,10 +13,14 @@ from harness.scenario.model import (
     Clip,
     Discard,
     Domain,
+    Extension,
+    Load,
     Operation,
     Parameter,
     Part,
+    Rate,
     Scenario,
+    Skip,
     Step,
     Values,
     check,
@@ -212,6 +216,79 @@ def test_five_steps_are_reduced_steps() -> None:
     assert S.FIVE_STEPS not in of_steps(*step * 4, part(), Discard())
 
 
+def test_five_steps_are_of_one_instance() -> None:
+    step = (part(), Step())
+    assert S.FIVE_STEPS not in of_steps(*step * 4, Build(4), *step * 4)
+    assert S.FIVE_STEPS not in of_steps(*step * 4, part(), Skip())
+
+
+END = (part(), Step())
+NOTHING = part(none=[ALL, ALL])
+
+
+def test_a_skip_needs_gradients_before_it_and_a_later_step_of_the_same_instance() -> None:
+    assert S.SKIP_THEN_STEP in of_steps(part(), Skip(), *END)
+    assert S.SKIP_THEN_STEP in of_steps(part(), Skip(), part(), Discard(), *END)
+    assert S.SKIP_THEN_STEP not in of_steps(*END, part(), Skip())
+    assert S.SKIP_THEN_STEP not in of_steps(NOTHING, Skip(), *END)
+    assert S.SKIP_THEN_STEP not in of_steps(part(), Skip(), NOTHING, Step())
+    assert S.SKIP_THEN_STEP not in of_steps(part(), Skip(), Build(4), *END)
+    assert S.SKIP_THEN_STEP not in of_steps(part(), Discard(), *END)
+
+
+def test_a_skipped_step_is_no_reduced_step() -> None:
+    assert S.TWO_PARTS not in of_steps(part(more=True), part(), Skip(), *END)
+    assert S.FIRST_SPILL not in of_steps(part(more=True), part(), Skip(), *END)
+    assert S.LATER_SPILL in of_steps(part(more=True), part(), Skip(), part(more=True), part(), Step())
+
+
+def test_what_a_discard_or_a_spill_leaves_behind_ends_with_the_instance() -> None:
+    spill = (part(more=True), part(), Step())
+    assert S.DISCARD_HELD not in of_steps(part(), Discard(), Build(4), *END)
+    assert S.LATER_SPILL not in of_steps(*spill, Build(4), *spill)
+    assert S.PARTS_CHANGE not in of_steps(*spill, Build(4), *END)
+
+
+def test_a_rate_must_change_between_two_reduced_steps_of_one_instance() -> None:
+    lr = AdamW().lr
+    assert S.LR_CHANGED in of_steps(*END, Rate(0.5), *END)
+    assert S.LR_CHANGED in of_steps(*END, Rate(0.5), part(), Discard(), Rate(lr), *END)
+    assert S.LR_CHANGED not in of_steps(*END, Rate(lr), *END)
+    assert S.LR_CHANGED not in of_steps(Rate(0.5), *END, Rate(0.5), *END)
+    assert S.LR_CHANGED not in of_steps(*END, Rate(0.5), part(), Skip())
+    assert S.LR_CHANGED not in of_steps(*END, Rate(0.5), Build(4), *END)
+    assert S.LR_CHANGED not in of_steps(*END, Build(4), Rate(0.5), *END)
+
+
+def test_weights_must_be_loaded_between_two_reduced_steps_of_one_instance() -> None:
+    assert S.LOADED in of_steps(*END, Load(1), *END)
+    assert S.LOADED not in of_steps(Load(1), *END)
+    assert S.LOADED not in of_steps(*END, Load(1), NOTHING, Step())
+    assert S.LOADED not in of_steps(*END, Load(1), Build(4), *END)
+
+
+def test_a_rebuild_must_cut_the_elements_in_another_way_between_two_reduced_steps() -> None:
+    assert S.REBUILT in of_steps(*END, Build(2), *END)  # five elements over two ranks, first in buckets of 4
+    assert S.REBUILT in of_steps(*END, Build(6), *END)
+    assert S.REBUILT in of_steps(*END, Build(2), Build(2), *END)
+    assert S.REBUILT in of_steps(*END, Build(2), Rate(0.5), part(), Skip(), *END)
+    assert S.REBUILT not in of_steps(*END, Build(5), *END)  # rounded down to 4
+    assert S.REBUILT not in of_steps(Build(2), *END)
+    assert S.REBUILT not in of_steps(*END, Build(2), part(), Discard())
+    one_bucket = scenario(bucket=6, operations=[*END, Build(8), *END])
+    assert S.REBUILT not in reached(one_bucket)
+
+
+def test_amsgrad_needs_two_steps_with_gradients_and_maximize_one() -> None:
+    largest, other_sign = AdamW(amsgrad=True), AdamW(maximize=True)
+    assert S.AMSGRAD in reached(scenario(operations=[*END, *END], optimizer=largest))
+    assert S.AMSGRAD not in reached(scenario(operations=[*END, NOTHING, Step()], optimizer=largest))
+    assert S.AMSGRAD not in reached(scenario(operations=[*END, Build(4), *END], optimizer=largest))
+    assert S.MAXIMIZE in reached(scenario(operations=END, optimizer=other_sign))
+    assert S.MAXIMIZE not in reached(scenario(operations=[NOTHING, Step()], optimizer=other_sign))
+    assert not {S.AMSGRAD, S.MAXIMIZE} & of_steps(*END, *END)
+
+
 def test_weight_decay() -> None:
     for decay, lr, expected in (
         (0.1, 1e-3, {S.WEIGHT_DECAY_ON}),
@@ -227,8 +304,11 @@ def test_what_only_ranks_can_tell_is_never_reached_here() -> None:
 
 
 def test_required_leaves_out_what_no_world_can_be_in() -> None:
-    assert required((1, 2, 3, 4)) == frozenset(Situation)
-    assert required((2, 4)) == frozenset(Situation) - {S.WORLD_THREE}
+    everything = Extension(refresh=True, dtypes=True, strides=True)
+    assert required((1, 2, 3, 4), extension=everything) == frozenset(Situation)
+    assert required((2, 4), extension=everything) == frozenset(Situation) - {S.WORLD_THREE}
+    assert S.LOADED not in required((1, 2, 3, 4))
+    assert S.REBUILT not in required((2, 3), bucket=4)
     assert S.RANK_WITHOUT_GRADIENT not in required((1,))
     assert RUNTIME - required((1,)) == {S.ORDER_MATTERS, S.CANCELLATION}
     assert RUNTIME - required((1, 2)) == {S.ORDER_MATTERS}
@@ -240,7 +320,8 @@ def test_required_leaves_out_what_no_world_can_be_in() -> None:
 
 def test_every_situation_but_the_world_is_a_goal_that_some_world_can_reach() -> None:
     assert set(GOALS) == set(Situation) - {S.WORLD_THREE}
-    assert all(can_hold(goal, 2) for goal in GOALS if goal is not S.ORDER_MATTERS)
+    everything = Extension(refresh=True, dtypes=True, strides=True)
+    assert all(can_hold(goal, 2, extension=everything) for goal in GOALS if goal is not S.ORDER_MATTERS)
     assert [can_hold(S.ORDER_MATTERS, world) for world in (1, 2, 3, 4, 5)] == [False, False, True, True, True]
     assert [can_hold(S.CANCELLATION, world) for world in (1, 2, 3)] == [False, True, True]
     assert all(can_hold(goal, 1) for goal in (S.EXTREME_VALUE, S.NONFINITE_VALUE))

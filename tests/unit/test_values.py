@@ -10,8 +10,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from harness.scenario.model import Domain, Values
-from harness.scenario.values import gradient, initial_weight
+from harness.scenario.model import Domain, Parameter, Source, Values
+from harness.scenario.values import gradient, gradient_of, initial_weight, initial_weight_of
 
 MASK = 2**64 - 1
 
@@ -337,3 +337,47 @@ def test_values_without_the_newer_fields_are_drawn_as_ever() -> None:
             found = gradient(seed, *counter, 30, values)
             assert found.tolist() == expected
             assert not np.signbit(found[found == 0]).any()
+
+
+# --- slices of streams
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        Values(Domain.EXACT, 255, -3),
+        Values(Domain.GENERAL, 255, -3, 18),
+        Values(Domain.GENERAL, 255, -3, 20, cancel=True),
+        Values(Domain.GENERAL, 255, -3, 8, special=512, nonfinite=True),
+    ],
+    ids=["exact", "general", "cancelling", "special"],
+)
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 17, 1000])
+def test_a_slice_of_a_stream_has_its_elements_wherever_it_is_cut(values: Values, start: int) -> None:
+    whole = gradient(7, 2, 1, 4, 5000, values)
+    for numel in (0, 1, 3, 16, 33, 3000):
+        assert gradient(7, 2, 1, 4, numel, values, start=start).tobytes() == whole[start : start + numel].tobytes()
+
+
+@pytest.mark.parametrize("start", [0, 1, 16, 37])
+def test_a_slice_of_initial_weights_too(start: int) -> None:
+    whole = initial_weight(7, 3, 100, "fp16")
+    assert initial_weight(7, 3, 50, "fp16", start=start).tobytes() == whole[start : start + 50].tobytes()
+
+
+def test_a_long_slice_is_that_of_the_stream_across_chunks() -> None:
+    whole = gradient(7, 2, 1, 4, 100_000, Values(Domain.EXACT, 255, 0))
+    found = gradient(7, 2, 1, 4, 99_990, Values(Domain.EXACT, 255, 0), start=10)
+    assert found.tobytes() == whole[10:].tobytes()
+
+
+def test_a_parameter_is_put_together_from_its_sources() -> None:
+    values = Values(Domain.EXACT, 255, 0)
+    mixed = Parameter("p", (7,), "fp32", sources=(Source(3, 2, 5), Source(0, 0, 4)))
+    pieces = [gradient(1, 2, 3, 3, 3, values, start=2), gradient(1, 2, 3, 0, 4, values)]
+    assert gradient_of(1, 2, 3, mixed, 9, values).tolist() == np.concatenate(pieces).tolist()
+    weights = [initial_weight(1, 3, 3, "fp32", start=2), initial_weight(1, 0, 4, "fp32")]
+    assert initial_weight_of(1, mixed, 9).tolist() == np.concatenate(weights).tolist()
+    plain = Parameter("p", (7,))
+    assert gradient_of(1, 2, 3, plain, 9, values).tolist() == gradient(1, 2, 3, 9, 7, values).tolist()
+    assert initial_weight_of(1, plain, 9).tolist() == initial_weight(1, 9, 7).tolist()

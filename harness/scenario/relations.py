@@ -1,0 +1,457 @@
+"""Metamorphic relations: two scenarios that differ in what must make no difference (DESIGN.md, section 5).
+
+The reference is held against the subject within one scenario, so a mistake that both share is not seen there: values
+that depend on the cut into parameters, say. Two scenarios that are related see it. Only those whose sums are exact in
+any order are: elsewhere other layouts may give other bits.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Annotated, NamedTuple, TypeVar
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from harness.scenario.model import (
+    MAX_WORLD,
+    AdamW,
+    Build,
+    Clip,
+    Discard,
+    Domain,
+    Operation,
+    Parameter,
+    Part,
+    Scenario,
+    Skip,
+    Source,
+    Step,
+    World,
+    check,
+    sources,
+    steps,
+)
+from harness.scenario.partition import round_bucket
+from harness.verdict import Divergence, NormObservation, Property, Stage, WeightsObservation
+
+_T = TypeVar("_T")
+
+DEFAULT_WORLDS = (1, 2, 3, 4)
+MAX_BUCKETS = 64  # of a scenario with another bucket size: each is two collectives a step
+MAX_MORE_PARTS = 3
+MAX_SOURCES = 64  # of one parameter, see the model
+# Exponents between which nothing that AdamW works out of a gradient under- or overflows: squares of sums below 2**24
+# times 2**30 stay below 2**108; of the other end, squares of what is left of a moment that decays or cancels, with all
+# its digits, above 2**-126.
+SCALE_EXPONENTS = (-40, 30)
+SMALLEST_EPS = 1e-30
+
+
+class Relation(enum.Enum):
+    """What differs between two scenarios; what must then be equal says :data:`SUMMARIES`."""
+
+    BUCKET = "bucket"
+    WORLD = "world"
+    PARTS = "parts"
+    ORDER = "order"
+    CUT = "cut"
+    JOIN = "join"
+    SCALE = "scale"
+    PATH = "path"
+    TIER = "tier"
+
+
+SUMMARIES = {
+    Relation.BUCKET: "another bucket size gives the same weights and norms, bit for bit",
+    Relation.WORLD: "the same gradients on another number of ranks give the same weights and norms, bit for bit",
+    Relation.PARTS: "the same gradients in another number of parts give the same weights and norms, bit for bit",
+    Relation.ORDER: "the parameters in another order get the same weights and norms, bit for bit",
+    Relation.CUT: "a parameter that is cut in two gets the same weights and norms, bit for bit",
+    Relation.JOIN: "two neighbouring parameters that are joined get the same weights and norms, bit for bit",
+    Relation.SCALE: "gradients and eps times a power of two give the same weights, and norms times its square, "
+    "bit for bit",
+    Relation.PATH: "gradients that are spilled instead of held give the same weights and norms, bit for bit",
+    Relation.TIER: "a simulated world gives the same weights and norms as real ranks, bit for bit",
+}
+"""One sentence for each relation, for people: what must be equal."""
+
+
+class RelationReference(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A relation and which of its other scenarios, as a case file says it: see :func:`related`."""
+
+    name: Relation
+    pick: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    worlds: Annotated[tuple[World, ...], Meta(max_length=MAX_WORLD)] = DEFAULT_WORLDS
+
+
+class Observed(NamedTuple):
+    """What one rank saw of a scenario that held: norms, and digests of the weights by stream, step by step."""
+
+    norms: tuple[NormObservation, ...] = ()
+    weights: tuple[WeightsObservation, ...] = ()
+
+
+NOTHING_OBSERVED = Observed()
+
+
+def related(
+    scenario: Scenario, relation: Relation, pick: int, worlds: Sequence[int] = DEFAULT_WORLDS
+) -> Scenario | None:
+    """The other scenario; None where the relation does not apply to this one.
+
+    Args:
+        scenario: the one.
+        relation: what is to differ.
+        pick: which of the possible ones; any whole number from 0 on. The same one gives the same scenario.
+        worlds: other numbers of ranks to choose from (WORLD).
+    """
+    if scenario.values.domain is Domain.GENERAL or scenario.faults:
+        return None
+    if any(plan.clip is not None for plan in steps(scenario)) and not _exact_squares(scenario):
+        return None  # the coefficient depends on how the norm rounds
+    if relation is Relation.TIER:
+        return scenario
+    other = _MAKERS[relation](scenario, pick, worlds)
+    if other is None or other == scenario or check(other) is not None:
+        return None
+    if relation is not Relation.SCALE and other.values != scenario.values:
+        raise AssertionError("only a scale changes values")
+    return other
+
+
+def differs(
+    relation: Relation,
+    scenario: Scenario,
+    observed: Observed,
+    other: Scenario,
+    other_observed: Observed,
+    *,
+    norms: bool = True,
+) -> Divergence | None:
+    """What must be equal and is not, where it differs first; None when all is equal.
+
+    Norms are compared on norm-exact data alone: elsewhere they round, as the layout has it.
+
+    Args:
+        relation: between the two.
+        scenario: the one.
+        observed: what was seen of it.
+        other: what :func:`related` gave.
+        other_observed: what was seen of that.
+        norms: whether the subject's norms are exact where they can be: those of a class may round as it likes.
+    """
+    found = [*_weights_differ(relation, observed, other_observed)]
+    if norms and scenario.values.domain is Domain.NORM_EXACT:
+        exponent = 2 * (other.values.exponent - scenario.values.exponent)
+        found += _norms_differ(relation, observed, other_observed, exponent)
+    return min(found, key=lambda divergence: divergence.when, default=None)
+
+
+def _weights_differ(relation: Relation, observed: Observed, other: Observed) -> Iterable[Divergence]:
+    for one, another in itertools.zip_longest(observed.weights, other.weights):
+        if one == another:
+            continue
+        expected, actual = ("nothing" if seen is None else seen.digest for seen in (one, another))
+        seen = one or another
+        yield _divergence(relation, seen.step, Stage.GATHER, "the digest of the weights", expected, actual)
+
+
+def _norms_differ(relation: Relation, observed: Observed, other: Observed, exponent: int) -> Iterable[Divergence]:
+    """``exponent``: the other's norms must be so many powers of two larger. After a clip a norm rounds."""
+    ones, others = ([seen for seen in each.norms if seen.call == 0] for each in (observed, other))
+    for one, another in itertools.zip_longest(ones, others):
+        expected = None if one is None else _scaled(one.bits, exponent)
+        actual = None if another is None else another.bits
+        if expected != actual:
+            seen = one or another
+            yield _divergence(
+                relation, seen.step, Stage.NORM, "the squared norm", expected or "nothing", actual or "nothing"
+            )
+
+
+def _divergence(relation: Relation, step: int, stage: Stage, what: str, expected: str, actual: str) -> Divergence:
+    return Divergence(
+        property=Property.INVARIANCE,
+        stage=stage,
+        step=step,
+        expected=expected,
+        actual=actual,
+        message=f"{SUMMARIES[relation]}; of step {step} {what} should be {expected}, it is {actual}",
+    )
+
+
+def _scaled(bits: str, exponent: int) -> str:
+    """The bits of a value times ``2**exponent``: of fp32 and fp64 those of a power of two more."""
+    digits = bits.removeprefix("0x")
+    code = {8: ">f", 16: ">d"}.get(len(digits))
+    if exponent == 0 or code is None:
+        return bits
+    value = struct.unpack(code, bytes.fromhex(digits))[0]
+    return f"0x{struct.pack(code, math.ldexp(value, exponent)).hex()}"
+
+
+def _exact_squares(scenario: Scenario) -> bool:
+    """Whether sums of squares of reduced gradients are exact in fp64."""
+    num_parts = max(len(plan.parts) for plan in steps(scenario))
+    largest = scenario.world * num_parts * scenario.values.max_k
+    return scenario.numel * largest**2 < 2**53
+
+
+def _picked(choices: Sequence[_T], pick: int) -> _T | None:
+    return choices[pick % len(choices)] if choices else None
+
+
+# --- layout
+
+
+def _another_bucket(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    world, numel = scenario.world, scenario.numel
+    used = round_bucket(scenario.bucket, world)
+    fewest = -(-numel // MAX_BUCKETS)
+    requests = (1, world + 1, 2 * world + 1, numel // 3, numel // 2, numel, used + world, 2 * used, 7, numel + world)
+    sizes = {round_bucket(max(request, fewest, 1), world): max(request, fewest, 1) for request in requests}
+    # Of sizes that hold all elements one is as good as another.
+    others = [request for size, request in sizes.items() if min(size, numel) != min(used, numel)]
+    bucket = _picked(others, pick)
+    if bucket is None:
+        return None
+    return replace(scenario, operations=(Build(bucket), *scenario.operations[1:]))
+
+
+# --- ranks and parts
+
+
+class _Slot(NamedTuple):
+    """What one rank holds in one part."""
+
+    contributor: int
+    none: tuple[int, ...]
+
+
+def _another_world(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    world = _picked([world for world in worlds if world != scenario.world and 1 <= world <= MAX_WORLD], pick)
+    if world is None:
+        return None
+    return _regrouped(scenario, world, lambda num_slots, num_parts: max(1, -(-num_slots // world)))
+
+
+def _other_parts(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    """As few parts as there can be, or more than there were."""
+    world = scenario.world
+
+    def num_parts(num_slots: int, before: int) -> int:
+        fewest = max(1, -(-num_slots // world))
+        counts = [*range(fewest, before), *range(before + 1, before + 1 + MAX_MORE_PARTS)]
+        chosen: int = counts[pick % len(counts)]
+        return chosen
+
+    return _regrouped(scenario, world, num_parts)
+
+
+def _regrouped(scenario: Scenario, world: int, num_parts: Callable[[int, int], int]) -> Scenario:
+    """The gradients of each step laid anew on ranks and parts: ``num_parts`` of (gradients, parts before)."""
+    nothing = tuple(range(len(scenario.parameters)))
+
+    def change(parts: Sequence[Part]) -> list[Part]:
+        slots = [
+            _Slot(part.contributors[rank], part.none[rank])
+            for rank in range(scenario.world)
+            for part in parts
+            if len(part.none[rank]) < len(nothing)
+        ]
+        count = num_parts(len(slots), len(parts))
+        cells = [_Slot(0, nothing)] * (world * count)
+        for number, slot in enumerate(slots):
+            cells[number * len(cells) // len(slots)] = slot  # in order, over all ranks
+        return [
+            Part(
+                more=index < count - 1,
+                contributors=tuple(cells[rank * count + index].contributor for rank in range(world)),
+                none=tuple(cells[rank * count + index].none for rank in range(world)),
+            )
+            for index in range(count)
+        ]
+
+    return replace(scenario, world=world, operations=_with_parts(scenario, change))
+
+
+def _spilled(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    """Every part announces another one, and the one that comes last holds nothing."""
+    nothing = tuple(range(len(scenario.parameters)))
+    changed = False
+
+    def change(parts: Sequence[Part]) -> list[Part]:
+        nonlocal changed
+        ranks = ([part for part in parts if len(part.none[rank]) < len(nothing)] for rank in range(scenario.world))
+        if not any(len(own) == 1 and not own[0].more for own in ranks):
+            return list(parts)
+        changed = True
+        last = replace(parts[-1], more=False, none=(nothing,) * scenario.world)
+        return [*(replace(part, more=True) for part in parts), last]
+
+    operations = _with_parts(scenario, change)
+    return replace(scenario, operations=operations) if changed else None
+
+
+def _with_parts(scenario: Scenario, change: Callable[[Sequence[Part]], Sequence[Part]]) -> tuple[Operation, ...]:
+    """The operations, with the parts of each step changed together."""
+    operations: list[Operation] = []
+    parts: list[Part] = []
+    for operation in scenario.operations:
+        if isinstance(operation, Part):
+            parts.append(operation)
+            continue
+        if parts and isinstance(operation, Step | Skip | Discard | Clip):
+            operations += change(parts)
+            parts = []
+        operations.append(operation)
+    return tuple(operations)
+
+
+# --- the list of parameters
+
+
+def _permuted(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    count = len(scenario.parameters)
+    order = list(range(count))
+    Random(pick).shuffle(order)
+    if order == sorted(order):
+        order.reverse()
+    if count < 2:
+        return None
+    listed = _traced(scenario.parameters)
+    place = {old: new for new, old in enumerate(order)}
+    return _listing(scenario, [listed[old] for old in order], lambda none: [place[index] for index in none])
+
+
+def _cut(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    index = _picked([index for index, each in enumerate(scenario.parameters) if each.numel > 1], pick)
+    if index is None:
+        return None
+    listed = _traced(scenario.parameters)
+    whole = listed[index]
+    at = 1 + Random(pick).randrange(whole.numel - 1)
+    names = (_unused(f"{whole.name} ({half})", scenario.parameters) for half in ("begin", "end"))
+    halves = [
+        Parameter(name, (stop - start,), whole.dtype, sources=_sliced(whole.sources, start, stop))
+        for name, start, stop in zip(names, (0, at), (at, whole.numel), strict=True)
+    ]
+    return _listing(
+        scenario,
+        [*listed[:index], *halves, *listed[index + 1 :]],
+        lambda none: [
+            *(each + (each > index) for each in none),
+            *(each + 1 for each in none if each == index),
+        ],
+    )
+
+
+def _joined(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    listed = _traced(scenario.parameters)
+    parts = [operation for operation in scenario.operations if isinstance(operation, Part)]
+
+    def alike(index: int) -> bool:
+        one, other = listed[index], listed[index + 1]
+        return (
+            one.dtype == other.dtype
+            and len(one.sources) + len(other.sources) <= MAX_SOURCES
+            and all((index in none) == (index + 1 in none) for part in parts for none in part.none)
+        )
+
+    index = _picked([index for index in range(len(listed) - 1) if alike(index)], pick)
+    if index is None:
+        return None
+    one, other = listed[index : index + 2]
+    name = _unused(f"{one.name} + {other.name}"[:150], scenario.parameters)
+    whole = Parameter(name, (one.numel + other.numel,), one.dtype, sources=(*one.sources, *other.sources))
+    return _listing(
+        scenario,
+        [*listed[:index], whole, *listed[index + 2 :]],
+        lambda none: [each - (each > index) for each in none if each != index + 1],
+    )
+
+
+def _traced(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The same, saying where their values come from, which stays so wherever they stand in a list."""
+    return [replace(parameter, sources=sources(parameter, index)) for index, parameter in enumerate(parameters)]
+
+
+def _sliced(each: Sequence[Source], start: int, stop: int) -> tuple[Source, ...]:
+    """Elements ``[start, stop)`` of what comes from these sources."""
+    found, begin = [], 0
+    for source in each:
+        end = begin + source.stop - source.start
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            found.append(Source(source.stream, source.start + first - begin, source.start + last - begin))
+        begin = end
+    return tuple(found)
+
+
+def _unused(name: str, parameters: Sequence[Parameter]) -> str:
+    taken = {parameter.name for parameter in parameters}
+    base, name, number = name[-180:], name[-180:], 1
+    while name in taken:
+        number += 1
+        name = f"{base} {number}"
+    return name
+
+
+def _listing(
+    scenario: Scenario, parameters: Sequence[Parameter], renamed: Callable[[tuple[int, ...]], list[int]]
+) -> Scenario:
+    """The scenario with another list; ``renamed`` says which indices there are what was None."""
+    operations = tuple(
+        replace(operation, none=tuple(tuple(sorted(renamed(none))) for none in operation.none))
+        if isinstance(operation, Part)
+        else operation
+        for operation in scenario.operations
+    )
+    return replace(scenario, parameters=tuple(parameters), operations=operations)
+
+
+# --- values
+
+
+def _scaled_gradients(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
+    if any(plan.clip is not None for plan in steps(scenario)):
+        return None  # the coefficient has a constant added to the norm
+    low, high = SCALE_EXPONENTS
+    values, optimizer = scenario.values, scenario.optimizer
+
+    def fits(exponent: int, eps: float) -> bool:
+        return low <= exponent <= high and (eps == 0 or SMALLEST_EPS <= eps <= 1)
+
+    if not fits(values.exponent, optimizer.eps):
+        return None
+    powers = [
+        power
+        for power in (1, -1, 3, -3, 10, -10, 25, -25)
+        if fits(values.exponent + power, math.ldexp(optimizer.eps, power))
+    ]
+    others = [_times(scenario, optimizer, power) for power in powers]
+    return _picked([other for other in others if check(other) is None], pick)
+
+
+def _times(scenario: Scenario, optimizer: AdamW, power: int) -> Scenario:
+    values = replace(scenario.values, exponent=scenario.values.exponent + power)
+    return replace(scenario, values=values, optimizer=replace(optimizer, eps=math.ldexp(optimizer.eps, power)))
+
+
+_Maker = Callable[[Scenario, int, Sequence[int]], Scenario | None]
+_MAKERS: dict[Relation, _Maker] = {
+    Relation.BUCKET: _another_bucket,
+    Relation.WORLD: _another_world,
+    Relation.PARTS: _other_parts,
+    Relation.ORDER: _permuted,
+    Relation.CUT: _cut,
+    Relation.JOIN: _joined,
+    Relation.SCALE: _scaled_gradients,
+    Relation.PATH: _spilled,
+}
