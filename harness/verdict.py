@@ -33,6 +33,7 @@ class Property(enum.Enum):
     TRAFFIC = "traffic"
     PROGRESS = "progress"
     DETERMINISM = "determinism"
+    INVARIANCE = "invariance"
 
 
 PROPERTY_SUMMARIES = {
@@ -51,6 +52,7 @@ PROPERTY_SUMMARIES = {
     Property.TRAFFIC: "all ranks call the same collectives in the same order; a built-in those its layout implies",
     Property.PROGRESS: "every rank finishes with a verdict: no exception, no crash, no hang",
     Property.DETERMINISM: "the same scenario gives the same bits every time",
+    Property.INVARIANCE: "on exact sums another bucket size, world, cut into parts or parameters gives the same bits",
 }
 """One sentence for each property, for people."""
 
@@ -85,8 +87,13 @@ class Oracle(enum.Enum):
 class Divergence(Struct, frozen=True, kw_only=True):
     """The first thing a rank found different. Steps, ranks, buckets count from 0; what does not apply is None.
 
-    ``element`` is the flat index inside ``parameter``; ``*_bits`` are hex strings of the raw value; ``ulps`` the
-    distance in units of the last place; ``mismatches`` how many elements differ at this (step, stage) on this rank.
+    ``element`` is the flat index inside ``parameter``, whose index in the list is ``index``; ``offset`` the position in
+    the vector of all elements. ``*_bits`` are hex strings of the raw value; ``ulps`` the distance in units of the last
+    place; ``mismatches`` how many elements differ at this (step, stage) on this rank.
+
+    What looking at all ranks together shows (:mod:`harness.diagnosis`): ``pattern`` says where the mismatches lie,
+    ``inputs`` whether what this stage was given agreed, ``symptom`` what kind of mistake explains every one of them;
+    ``symptoms_possible`` several kinds that the evidence does not tell apart.
     """
 
     property: Property
@@ -104,6 +111,12 @@ class Divergence(Struct, frozen=True, kw_only=True):
     actual_bits: str | None = None
     ulps: int | None = None
     mismatches: int | None = None
+    index: int | None = None
+    offset: int | None = None
+    pattern: str | None = None
+    inputs: str | None = None
+    symptom: str | None = None
+    symptoms_possible: tuple[str, ...] | None = None
 
     @builtins.property  # `property` is a field here
     def when(self) -> tuple[int, int]:
@@ -150,6 +163,53 @@ class WeightsObservation(Struct, frozen=True, array_like=True):
     digest: str
 
 
+class Quantity(enum.Enum):
+    """What is compared element by element, and the norm."""
+
+    GRADIENT = "gradient"
+    CLIPPED = "clipped gradient"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
+    WEIGHTS = "weights"
+    FULL_MASTER = "full_master"
+    NORM = "norm"
+
+
+class Observation(Struct, frozen=True, kw_only=True):
+    """What a rank held when it found the first difference, and what was expected: not of the largest scenarios.
+
+    All bytes are fp32, in the machine's order.
+
+    Attributes:
+        buckets: the layout, as ``(start, end, padded length)`` each.
+        actual: its shard with padding; of weights and of ``full_master`` all N elements; of a norm nothing.
+        expected: all N elements; of a norm those of the gradient that it is taken of.
+        before: what was expected of the same at earlier points, the latest first; ``(name, all N elements)`` each.
+        norm: the squared norm that it got; ``before_norms`` what was expected of it earlier, by name.
+        bound: relative, of the norm.
+        master: of weights, the master that they are rounded from.
+    """
+
+    quantity: Quantity
+    step: int | None
+    stage: Stage
+    buckets: tuple[tuple[int, int, int], ...]
+    expected: bytes
+    actual: bytes = b""
+    before: tuple[tuple[str, bytes], ...] = ()
+    master: bytes | None = None
+    norm: float = 0.0
+    bound: float = 0.0
+    before_norms: tuple[tuple[str, float], ...] = ()
+
+    @builtins.property
+    def when(self) -> tuple[int, int]:
+        """As :attr:`Divergence.when`."""
+        return (-1 if self.step is None else self.step, STAGE_ORDER[self.stage])
+
+
 class Handed(Struct, frozen=True, kw_only=True):
     """Something that a rank handed to a collective and that is not what it should have handed over.
 
@@ -191,7 +251,9 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     ``hits``: which of the scenario's faults struck here (their indices).
     ``changed``: what the subject changed in the process beside its own, since put back (``"default dtype"``).
     ``recycle``: why this process should not be used any further, None when it may. ``handed``: what it handed to
-    collectives wrongly, where that was looked at.
+    collectives wrongly, where that was looked at; ``handings`` at how many. ``observed``: with ``divergence``.
+    ``margin``: the largest error in terms of its bound (1.0: as large as rounding can make it), None when nothing was
+    held against a bound.
     """
 
     rank: int
@@ -211,6 +273,9 @@ class RankVerdict(Struct, frozen=True, kw_only=True):
     changed: tuple[str, ...] = ()
     recycle: str | None = None
     handed: tuple[Handed, ...] = ()
+    margin: float | None = None
+    handings: int = 0
+    observed: Observation | None = None
 
 
 class RankAccount(Struct, frozen=True, kw_only=True):

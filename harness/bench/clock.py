@@ -14,17 +14,27 @@ from harness.oracles.reference import UnshardedTrainer
 _DRIVER_PARTS = {
     "_compute_weights": GRADIENTS,
     "_hand_over": GRADIENTS,
+    "_load": GRADIENTS,
     "_reduced": REFERENCE,
     **dict.fromkeys(
         (
             "_live_memory", "_partition", "_check_intake", "_check_released", "_compare_gradient", "_squared_norm",
             "_norm", "_compare_state", "_check_formula", "_gather", "_check_full_master", "_finish",
-            "_compare_shard", "_compare_weights", "_compare_padding",
+            "_skip", "_compare_shard", "_compare_weights", "_compare_padding",
         ),
         COMPARE,
     ),
 }  # fmt: skip
-_REFERENCE_METHODS = ("set_gradients", "scale_gradients", "squared_norm", "step", "gather")
+_REFERENCE_METHODS = (
+    "set_gradients",
+    "scale_gradients",
+    "squared_norm",
+    "step",
+    "gather",
+    "set_rate",
+    "load",
+    "rebuild",
+)
 # What the harness asks of a subject only to look at it; a bare run does not.
 _OBSERVING = frozenset({"attributes", "buckets", "has_grad", "full_master"})
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from harness.bench.clock import Clock, TimedDriver
@@ -16,14 +17,14 @@ from harness.bench.messages import BareReport, DoNothing, RunBare, TimedVerdict,
 from harness.drive.driver import Around, clip_coefficient
 from harness.drive.handler import LoadedSubjects, run_isolated
 from harness.drive.isolation import Isolation
-from harness.drive.parameters import ComputeWeights
+from harness.drive.parameters import ComputeWeights, gradient_like
 from harness.drive.tasks import CheckSubject
 from harness.drive.trail import Trail
 from harness.errors import sendable
 from harness.launch.rank import RankBroken, RankContext
 from harness.oracles import contributions
-from harness.oracles.reference import build_adamw
-from harness.scenario.model import Scenario, StepPlan, steps
+from harness.oracles.reference import build_adamw, set_rate
+from harness.scenario.model import Build, Load, Rate, Scenario, StepPlan, steps
 from harness.subjects.builtin import capabilities
 from harness.verdict import RankStatus
 
@@ -95,11 +96,7 @@ def _gradients(scenario: Scenario, plan: StepPlan, rank: int, weights: ComputeWe
         part: list[Tensor | None] = []
         for index, parameter in enumerate(weights.parameters):
             values = contributions.contribution(scenario, plan, rank, number, index)
-            part.append(
-                None
-                if values is None
-                else torch.from_numpy(values).to(device=parameter.device, dtype=parameter.dtype).view(parameter.shape)
-            )
+            part.append(None if values is None else gradient_like(parameter, values))
         ready.append(part)
     return ready
 
@@ -114,9 +111,26 @@ def _drive(
     gradients: list[Gradients],
 ) -> None:
     """The order of calls is that of :class:`harness.drive.driver.Driver`."""
-    subject = cls(list(weights.parameters), context.rank, scenario.world, bucket=scenario.bucket, **args)
+
+    def build(bucket: int) -> Any:  # noqa: ANN401 (whatever the class makes)
+        return cls(list(weights.parameters), context.rank, scenario.world, bucket=bucket, **args)
+
+    subject = build(scenario.bucket)
     optimizer = build_adamw([subject.master], scenario.optimizer)
+    settings = scenario.optimizer
     for plan, ready in zip(plans, gradients, strict=True):
+        for operation in plan.before:
+            match operation:
+                case Rate():
+                    settings = replace(settings, lr=operation.lr)
+                    set_rate(optimizer, operation.lr)
+                case Load():
+                    weights.load(operation.version)
+                    subject.refresh_from_weights()
+                case Build():
+                    del subject, optimizer
+                    subject = build(operation.bucket)
+                    optimizer = build_adamw([subject.master], settings)
         for part in plan.parts:
             for parameter, gradient in zip(weights.parameters, ready.pop(0), strict=True):
                 if gradient is not None:
@@ -132,5 +146,7 @@ def _drive(
         if plan.clip is not None:
             subject.master.grad.mul_(clip_coefficient(squared, plan.clip.max_norm))
             float(subject.grad_sq_norm())
+        if plan.skip:
+            continue
         optimizer.step()
         subject.gather_params()

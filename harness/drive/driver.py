@@ -9,20 +9,24 @@ was observed when no order explains it (outside the log of collectives).
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from harness.drive import traffic
 from harness.drive.inspection import Inspection
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
-from harness.drive.parameters import ComputeWeights
+from harness.drive.observation import MOMENTS, Witness
+from harness.drive.parameters import ComputeWeights, by_stream, gradient_like
 from harness.drive.record import NORM_DTYPES, Record, bits_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
@@ -37,13 +41,13 @@ from harness.oracles.compare import compare_bits, digest
 from harness.oracles.intake import IntakeModel
 from harness.oracles.order import Order, Rule, gloo
 from harness.oracles.prediction import Call
-from harness.oracles.reference import UnshardedTrainer, build_adamw
-from harness.scenario.model import Domain, Scenario, StepPlan, steps
+from harness.oracles.reference import UnshardedTrainer, build_adamw, moment_names, set_rate
+from harness.scenario.model import Build, Domain, Load, Rate, Scenario, StepPlan, steps
 from harness.scenario.partition import Partition
 from harness.scenario.situations import Situation
 from harness.subjects.builtin import Capabilities
 from harness.subjects.load import has_full_master, missing_attributes
-from harness.verdict import Oracle, Property, RankStatus, RankVerdict, Stage
+from harness.verdict import Observation, Oracle, Property, Quantity, RankStatus, RankVerdict, Stage
 
 _FORMULA_EVERY = 4
 _FULL_MASTER_EVERY = 3
@@ -164,6 +168,7 @@ class Driver:
         try:
             self._build()
             for plan in steps(self.scenario):
+                self._between(plan)
                 self._step(plan)
             self.record.drive()
             self._finish()
@@ -201,6 +206,13 @@ class Driver:
         # The reference is made first, so that what comes alive from here on is the subject's.
         self.reference = self._reference()
         self.memory = self._live_memory()
+        self.settings = scenario.optimizer
+        self._construct(scenario.bucket)
+
+    def _construct(self, bucket: int) -> None:
+        """Build the subject on the compute weights as they are, and all that belongs to this one instance of it."""
+        scenario = self.scenario
+        self.bucket = bucket
         build = self._constructor()
         with self._subject("__init__"):
             self.subject = build(list(self.weights.parameters))
@@ -211,21 +223,28 @@ class Driver:
         # Every rank's reference is the same, and a wrong formula is wrong in every scenario: one rank holds the second
         # reference against the first, in a part of the scenarios.
         follows = self.rank == 0 and scenario.seed % _FORMULA_EVERY == 0
-        self.sample = FormulaSample(scenario, self.reference) if follows else None
+        self.sample = FormulaSample(scenario, self.reference, self.settings) if follows else None
         self.intake = IntakeModel()
-        self.optimizer = build_adamw([self.master], scenario.optimizer)
+        self.optimizer = build_adamw([self.master], self.settings)
         self.summations = Summations(scenario, self.shard, self.rule, self.shared.predictions)
         self.prober = Prober(self.context, build, scenario, self.shard)
         reference = self.reference
+        self.witness = Witness(self.shard.partition, reference)
         self._compare_shard(
-            Property.MASTER, "the initial master", self.master, reference.master, reference.flat_master()
+            Property.MASTER,
+            Quantity.MASTER,
+            "the initial master",
+            self.master,
+            reference.master,
+            reference.flat_master(),
         )
-        self._compare_padding("the initial master", self.master)
+        self._compare_padding("the initial master", Quantity.MASTER, self.master)
+        self.witness.start()
         self._compare_weights("after construction")
 
     def _constructor(self) -> Callable[[list[torch.nn.Parameter]], Any]:
         """What builds a subject. No method of this driver's: a cycle would keep it, and all it drives, alive."""
-        cls, rank, world, bucket, args = self.cls, self.rank, self.scenario.world, self.scenario.bucket, self.args
+        cls, rank, world, bucket, args = self.cls, self.rank, self.scenario.world, self.bucket, self.args
         return lambda parameters: cls(parameters, rank, world, bucket=bucket, **args)
 
     def _inspection(self) -> Inspection:
@@ -263,9 +282,9 @@ class Driver:
 
     def _partition(self) -> Partition:
         """The layout the subject states in ``buckets``, else the one of the specification."""
-        scenario = self.scenario
+        scenario, bucket = self.scenario, self.bucket
         prescribed = self.shared.once(
-            "partition", lambda: Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+            ("partition", bucket), lambda: Partition.from_request(scenario.numel, scenario.world, bucket)
         )
         with self._subject("buckets"):
             buckets = getattr(self.subject, "buckets", None)
@@ -291,6 +310,61 @@ class Driver:
         self.record.checked(Property.OWNERSHIP)
         return partition
 
+    # -- between two steps ---------------------------------------------------------------------------------------
+
+    def _between(self, plan: StepPlan) -> None:
+        """What comes before a step; construction and loading are told as the build of that step."""
+        for operation in plan.before:
+            match operation:
+                case Rate():
+                    self._set_rate(operation.lr)
+                case Load():
+                    self._load(plan.index, operation.version)
+                case Build():
+                    self._rebuild(plan.index, operation.bucket)
+
+    def _set_rate(self, lr: float) -> None:
+        self.settings = replace(self.settings, lr=lr)
+        set_rate(self.optimizer, lr)
+        self.reference.set_rate(lr)
+        if self.sample is not None:
+            self.sample.set_rate(lr)
+
+    def _load(self, step: int, version: int) -> None:
+        """As when a checkpoint is loaded: the weights change from outside, on all ranks alike, then a refresh."""
+        self.record.enter(step, Stage.BUILD)
+        loaded = self.weights.load(version)
+        self.reference.load(loaded)
+        if self.sample is not None:
+            self.sample.load()
+        self._expect_weights()
+        with self._subject("refresh_from_weights"):
+            refresh = getattr(self.subject, "refresh_from_weights", None)
+            if refresh is None:
+                raise NotImplementedError("the class has no refresh_from_weights(), which the scenario asks for")
+            refresh()
+        self._check_intake("refresh_from_weights()")
+        self._compare_weights("after refresh_from_weights()")
+        if self.record.clean:
+            self._compare_state(Property.MASTER, Property.MOMENTS, "after refresh_from_weights() ")
+        self.witness.start()
+
+    def _rebuild(self, step: int, bucket: int) -> None:
+        """As when a run goes on from its weights alone: neither the subject nor the optimizer of before is there."""
+        self.record.enter(step, Stage.BUILD)
+        self._let_go()
+        self.reference.rebuild()
+        self._construct(bucket)
+
+    def _let_go(self) -> None:
+        """Drop the subject and all that refers to it: a class may well allow one instance at a time."""
+        self.record.end_inspection()
+        with self._subject("__del__"):
+            left = _reference_to(self.subject)
+            del self.subject, self.master, self.optimizer, self.prober
+            if left is None or left() is not None:
+                gc.collect()
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _step(self, plan: StepPlan) -> None:
@@ -311,6 +385,9 @@ class Driver:
         self._reduce(plan, handed_over)
         self._norm(plan)
         self._compare_weights("after grad_sq_norm()")
+        if plan.skip:
+            self._skip()
+            return
         self._update()
         self._gather()
 
@@ -322,7 +399,7 @@ class Driver:
             if values is None:
                 continue
             found = True
-            gradient = torch.from_numpy(values.reshape(parameter.shape)).to(device=self.device, dtype=parameter.dtype)
+            gradient = gradient_like(parameter, values)
             handed_over.add(gradient)
             parameter.grad = gradient
         return found
@@ -337,6 +414,7 @@ class Driver:
                     Property.INTAKE,
                     f"after {after} a parameter still has its .grad: the next backward would add to it",
                     parameter=self.scenario.parameters[index].name,
+                    index=index,
                 )
                 return
         with self._subject("has_grad"):
@@ -371,6 +449,13 @@ class Driver:
             # Nothing may be left: an optimizer step after a discard must not move anything.
             self._compare_state(Property.INTAKE, Property.INTAKE, "after a discard and an optimizer step, ")
 
+    def _skip(self) -> None:
+        """No update and no gather, as when a norm is not finite: nothing may have moved, nor may it move later."""
+        self.record.enter(self.record.step, Stage.UPDATE)
+        if self.record.clean:
+            self._compare_state(Property.MASTER, Property.MOMENTS, "after a skipped update, ")
+        self.witness.updating()
+
     def _reduce(self, plan: StepPlan, handed_over: HandedOver) -> None:
         self.record.enter(self.record.step, Stage.REDUCE)
         with self._subject("reduce_scatter"):
@@ -380,7 +465,8 @@ class Driver:
         self._check_released(handed_over, "reduce_scatter()")
         self._compare_weights("after reduce_scatter()")
         self._compare_gradient(plan)
-        self._compare_padding("master.grad", self._gradient())
+        self._compare_padding("master.grad", Quantity.GRADIENT, self._gradient())
+        self.witness.reduced()
 
     def _reduced(self, plan: StepPlan, summation: Summation | None) -> list[Tensor]:
         """The step's reduced gradients, by parameter; without a summation (exact domains) in any order."""
@@ -429,7 +515,9 @@ class Driver:
             self.record.judged(Oracle.EXACT)
             difference = self._gradient_difference(observed)
             if difference.mismatch is not None:
-                self.record.diverge(prop, "the reduced gradient differs", difference)
+                self.record.diverge(
+                    prop, "the reduced gradient differs", difference, self._seen(Quantity.GRADIENT, observed)
+                )
         elif self._explained(plan, observed):
             self.record.judged(Oracle.ORDERED)
         else:
@@ -469,6 +557,7 @@ class Driver:
 
     def _compare_with_bound(self, prop: Property, plan: StepPlan, observed: Tensor) -> None:
         beyond = self.shard.beyond(observed, self._intervals(plan))
+        self.record.within(beyond.margin)
         if beyond.mismatch is None:
             return
         off = abs(beyond.mismatch.actual - beyond.mismatch.expected)
@@ -478,7 +567,7 @@ class Driver:
                 "the reduced gradient differs by more than any order of addition can: "
                 f"off by {off:.3g}, bound {beyond.bound:.3g}"
             )
-        self.record.diverge(prop, message, beyond)
+        self.record.diverge(prop, message, beyond, self._seen(Quantity.GRADIENT, observed))
 
     def _probe(self, plan: StepPlan) -> Order | None:
         """What probing a second instance tells, which must leave the first as it was. Collective."""
@@ -556,7 +645,12 @@ class Driver:
             difference = self._gradient_difference(self._gradient())
             self.record.checked(Property.CLIP, difference.compared)
             if difference.mismatch is not None:
-                self.record.diverge(Property.CLIP, f"the gradient scaled by {coefficient!r} differs", difference)
+                self.record.diverge(
+                    Property.CLIP,
+                    f"the gradient scaled by {coefficient!r} differs",
+                    difference,
+                    self._seen(Quantity.CLIPPED, self._gradient()),
+                )
         self._squared_norm(1, exact_norm and not active)
 
     def _squared_norm(self, call: int, bitwise: bool) -> float:
@@ -581,11 +675,16 @@ class Driver:
             self.record.checked(Property.NORM, exact.num_elements)
             if judged.oracle is Oracle.LOOSE:
                 self.record.judged(Oracle.LOOSE)
+            elif judged.bound and math.isfinite(judged.error):
+                self.record.within(judged.error / judged.bound)
+            self.witness.normed(call, exact.value)
             if not judged.ok:
+                step, stage = self.record.step, self.record.stage
                 self.record.diverge(
                     Property.NORM,
                     f"squared norm {'after' if call else 'before'} clipping: {observed!r}, expected {exact.value!r}, "
                     f"relative error {judged.error:.3g}, bound {judged.bound:.3g} ({judged.oracle.value})",
+                    observe=lambda: self.witness.norm(call, observed, judged.bound, step, stage),
                     expected=exact.value,
                     actual=observed,
                     expected_bits=bits_of(float(torch.tensor(exact.value, dtype=returned.dtype)), returned.dtype),
@@ -597,6 +696,7 @@ class Driver:
         self.record.enter(self.record.step, Stage.UPDATE)
         if self.sample is not None:
             self.sample.step()
+        self.witness.updating()
         with self._blamed("master.grad"):
             self.optimizer.step()
         self.reference.step()
@@ -607,14 +707,22 @@ class Driver:
 
     def _compare_state(self, master: Property, moments: Property, prefix: str) -> None:
         reference = self.reference
-        self._compare_shard(master, f"{prefix}the master", self.master, reference.master, reference.flat_master())
+        self._compare_shard(
+            master, Quantity.MASTER, f"{prefix}the master", self.master, reference.master, reference.flat_master()
+        )
         state = self.optimizer.state.get(self.master)
         if state:
             flat = reference.flat_moments()
-            for position, name in enumerate(("exp_avg", "exp_avg_sq")):
+            names = moment_names(self.settings)
+            for position, (quantity, name) in enumerate(zip(MOMENTS, names, strict=False)):
                 wanted = [reference.moments(index)[position] for index in range(len(self.weights.parameters))]
                 self._compare_shard(
-                    moments, f"{prefix}{name}", state[name], wanted.__getitem__, flat and flat[position]
+                    moments,
+                    quantity,
+                    f"{prefix}{name}",
+                    state[name],
+                    wanted.__getitem__,
+                    None if flat is None else flat[position],
                 )
 
     def _check_formula(self, sample: FormulaSample) -> None:
@@ -630,12 +738,23 @@ class Driver:
             self.subject.gather_params()
         self.reference.gather()
         reference = self.reference
-        self.weights.expect_bytes(reference.once("laid out", lambda: self.weights.laid_out(reference.weights)))
+        self._expect_weights()
         self._compare_weights("after gather_params()")
         if self.weights.as_expected:
-            self.record.weights(reference.once("digest", lambda: digest(reference.weights)))
+            self.record.weights(reference.once("digest", lambda: self._digest(reference.weights)))
         else:
-            self.record.weights(digest(self.weights.parameters))
+            self.record.weights(self._digest(self.weights.parameters))
+        if self.record.clean:
+            self.witness.stepped()
+
+    def _digest(self, weights: Sequence[Tensor]) -> str:
+        """Equal for equal values, however they were cut into parameters."""
+        return digest(by_stream(self.scenario, weights))
+
+    def _expect_weights(self) -> None:
+        """From here on the compute weights should be the reference's."""
+        reference = self.reference
+        self.weights.expect_bytes(reference.once("laid out", lambda: self.weights.laid_out(reference.weights)))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -657,6 +776,7 @@ class Driver:
         """``full_master`` is optional. Collective where the class has it, so called whatever was found before."""
         if not has_full_master(self.cls) or self.scenario.seed % _FULL_MASTER_EVERY:
             return
+        self.record.enter(self.record.step, Stage.GATHER)  # whatever the last step ended with
         with self._subject("full_master"), self.context.collectives.paused():
             try:
                 flat = self.subject.full_master()
@@ -673,7 +793,13 @@ class Driver:
         difference = self.shard.compare_whole(pieces, wanted)
         self.record.checked(Property.MASTER, difference.compared)
         if difference.mismatch is not None:
-            self.record.diverge(Property.MASTER, "full_master() differs", difference)
+            step, stage = self.record.step, self.record.stage
+            self.record.diverge(
+                Property.MASTER,
+                "full_master() differs",
+                difference,
+                lambda: self.witness.whole(Quantity.FULL_MASTER, [flat], step, stage),
+            )
 
     def _check_static_memory(self) -> None:
         if self.memory is None and not self.shared.watches_memory:
@@ -684,6 +810,7 @@ class Driver:
             numel=partition.numel,
             largest_bucket=max(bucket.padded for bucket in partition.buckets),
             spilled=self.intake.spills > 0,
+            num_moments=len(moment_names(self.settings)),
         )
         own = [*self.weights.tensors(), *self.reference.tensors()]
         kept = self.shared.kept(self, limit, own) if self.memory is None else Kept(self.memory.since(own), limit)
@@ -700,9 +827,14 @@ class Driver:
 
     # -- comparisons ---------------------------------------------------------------------------------------------
 
+    def _seen(self, quantity: Quantity, shard: Tensor) -> Callable[[], Observation | None]:
+        step, stage = self.record.step, self.record.stage
+        return lambda: self.witness.shard(quantity, shard, step, stage)
+
     def _compare_shard(
         self,
         prop: Property,
+        quantity: Quantity,
         what: str,
         actual: Tensor,
         expected: Callable[[int], Tensor],
@@ -715,7 +847,7 @@ class Driver:
         difference = self.shard.compare(actual.detach(), expected, signed_zeros=signed, flat=flat)
         self.record.checked(prop, difference.compared)
         if difference.mismatch is not None:
-            self.record.diverge(prop, f"{what} differs", difference)
+            self.record.diverge(prop, f"{what} differs", difference, self._seen(quantity, actual))
 
     def _require_shard(self, prop: Property, what: str, shard: Tensor) -> None:
         """A vector of the subject's must be readable as one before it can be compared."""
@@ -746,7 +878,13 @@ class Driver:
         difference = self.shard.compare_whole(self.weights.parameters, self.reference.weights)
         self.record.checked(Property.WEIGHTS, difference.compared)
         if difference.mismatch is not None:
-            self.record.diverge(Property.WEIGHTS, f"{when} the compute weights differ", difference)
+            step, stage = self.record.step, self.record.stage
+            self.record.diverge(
+                Property.WEIGHTS,
+                f"{when} the compute weights differ",
+                difference,
+                lambda: self.witness.whole(Quantity.WEIGHTS, self.weights.parameters, step, stage),
+            )
 
     def _check_storage(self) -> None:
         """The parameters are where and what they were at all times, not only after a gather has put them right."""
@@ -755,10 +893,10 @@ class Driver:
         if problem is not None:
             index, message = problem
             name = None if index is None else self.scenario.parameters[index].name
-            self.record.diverge(Property.STORAGE, message, parameter=name)
+            self.record.diverge(Property.STORAGE, message, parameter=name, index=index)
             raise CannotGoOnError  # there may be no place any more for the next part's gradients
 
-    def _compare_padding(self, what: str, shard: Tensor) -> None:
+    def _compare_padding(self, what: str, quantity: Quantity, shard: Tensor) -> None:
         """Padding belongs to no parameter: it is zero at the start and sums to zero.
 
         Not asked after an update: with eps = 0 a right AdamW divides its zeros by zero there.
@@ -771,9 +909,18 @@ class Driver:
             self.record.diverge(
                 Property.OWNERSHIP,
                 f"{what} holds {value!r} in its padding, at element {position} of the shard",
+                observe=self._seen(quantity, shard),
                 expected=0.0,
                 actual=value,
             )
+
+
+def _reference_to(subject: object) -> weakref.ref[object] | None:
+    """A weak reference; None where the class allows none."""
+    try:
+        return weakref.ref(subject)
+    except TypeError:
+        return None
 
 
 def clip_coefficient(squared_norm: float, max_norm: float) -> float:

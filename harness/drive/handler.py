@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import msgspec
 import torch
@@ -19,7 +18,7 @@ from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.order import rule
 from harness.scenario.model import Scenario
 from harness.subjects.builtin import capabilities
-from harness.subjects.load import SubjectError, load_class
+from harness.subjects.load import SubjectError, declared, load_class
 from harness.verdict import Property, RankStatus, RankVerdict
 
 # The first optimizer of a process makes torch import its compiler, a second of work. This module is imported before
@@ -34,7 +33,7 @@ class LoadedSubjects:
         self._importing = importing or (lambda path: nullcontext())
         self._classes: dict[str, type] = {}
 
-    def load(self, subject: SubjectName) -> Callable[..., Any]:
+    def load(self, subject: SubjectName) -> type:
         """The class, checked; raises :class:`harness.subjects.load.SubjectError`."""
         if subject.path not in self._classes:
             with self._importing(subject.path):
@@ -44,10 +43,9 @@ class LoadedSubjects:
     def check(self, subject: SubjectName) -> SubjectCheck:
         """Whether the class can be driven."""
         try:
-            self.load(subject)
+            return SubjectCheck(None, declared(self.load(subject)))
         except SubjectError as error:
             return SubjectCheck(str(error))
-        return SubjectCheck(None)
 
 
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.oracles import contributions
+from harness.oracles.bounds import FP32_MAX
 from harness.scenario.model import Domain, Scenario, StepPlan
 from harness.scenario.partition import Partition
 from harness.verdict import Handed, Stage
@@ -51,6 +52,7 @@ class Inspection:
 
     Attributes:
         found: What was handed over wrongly, in order.
+        num_compared: How many contributions to reductions were as they should be; 0 if any was not recognised.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Inspection:
         masters: Callable[[], Sequence[Tensor]],
     ) -> None:
         self.found: list[Handed] = []
+        self._num_equal = 0
+        self._unrecognised = False
         self._scenario = scenario
         self._partition = partition
         self._rank = rank
@@ -70,6 +74,11 @@ class Inspection:
         self._plan: StepPlan | None = None
         self._next: dict[Stage, int | None] = {}  # the bucket that is due; None: this is not the layout
         self._parts: _Values | None = None
+
+    @property
+    def num_compared(self) -> int:
+        """See above."""
+        return 0 if self._unrecognised else self._num_equal
 
     def begin(self, plan: StepPlan) -> None:
         """From here on collectives belong to this step."""
@@ -103,15 +112,18 @@ class Inspection:
         buckets = self._partition.buckets
         if index >= len(buckets) or due(index, given.dtype)[0].size != given.values.size:
             self._next[stage] = None  # what follows cannot be told either
+            self._unrecognised |= stage is Stage.REDUCE
             return
         self._next[stage] = index + 1
         wanted, tolerance, offset = due(index, given.dtype)
         position = _first_difference(given.values, wanted, tolerance)
         if position is None:
+            self._num_equal += stage is Stage.REDUCE
             return
         instead = next((other for other in range(len(buckets)) if other != index and _is(given, due, other)), None)
         if instead is None and stage is Stage.REDUCE and self._has_other_form(given.values, index):
             self._next[stage] = None
+            self._unrecognised = True
             return
         parameter, element = self._at(index, offset + position)
         if instead is not None and np.any(given.values):  # buckets without any gradient look all alike
@@ -151,7 +163,11 @@ class Inspection:
         """A bucket of the sum of this rank's parts, padded with zeros."""
         parts = self._own_parts(index)
         exact = self._scenario.values.domain is not Domain.GENERAL
-        return parts.sum(axis=0), np.abs(parts).sum(axis=0) * (0.0 if exact else _RELATIVE), 0
+        magnitude = np.abs(parts).sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            # Where a sum of the rank's own may overflow in fp32, anything may be handed over.
+            wanted = np.where(magnitude > FP32_MAX * (1 - _RELATIVE), np.nan, parts.sum(axis=0))
+        return wanted, magnitude * (0.0 if exact else _RELATIVE), 0
 
     def _has_other_form(self, given: _Values, index: int) -> bool:
         """Whether it is a mean over ranks or parts or both (as good a contribution, or a mistake of all ranks), or one

@@ -50,13 +50,13 @@ class LiveMemory:
         return sum(size for address, size in _live_storages() if address not in excluded)
 
 
-def static_bytes_limit(*, shard_len: int, numel: int, largest_bucket: int, spilled: bool) -> int:
+def static_bytes_limit(*, shard_len: int, numel: int, largest_bucket: int, spilled: bool, num_moments: int = 2) -> int:
     """Upper limit of what ZeroMaster may keep on one rank between steps, in bytes (``spec/zero_master.md``).
 
-    16 bytes for each element of the shard (master, gradient, two moments), two buckets of fp32 staging, and after a
-    spill the host vector of N fp32 elements.
+    16 bytes for each element of the shard (master, gradient, two moments; 20 with a third), two buckets of fp32
+    staging, and after a spill the host vector of N fp32 elements.
     """
-    return 16 * shard_len + 2 * 4 * largest_bucket + (4 * numel if spilled else 0) + _SMALL_BYTES
+    return 4 * (2 + num_moments) * shard_len + 2 * 4 * largest_bucket + (4 * numel if spilled else 0) + _SMALL_BYTES
 
 
 def _live_storages() -> list[tuple[int, int]]:

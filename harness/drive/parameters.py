@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harness.oracles.compare import FEW, dense, raw
 from harness.scenario import values
-from harness.scenario.model import Parameter, Scenario
+from harness.scenario.model import Parameter, Scenario, sources
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -28,11 +30,13 @@ class Pristine:
         weights: one tensor a parameter, of its dtype and shape, between two guards in a storage of its own.
     """
 
-    def __init__(self, scenario: Scenario, device: torch.device) -> None:
+    def __init__(self, scenario: Scenario, device: torch.device, version: int = 0) -> None:
+        """``version``: of the weights, as in :class:`harness.scenario.model.Load`."""
         self.weights: list[Tensor] = []
         self.storages: list[Tensor] = []
+        seed = values.weights_seed(scenario.seed, version)
         for index, parameter in enumerate(scenario.parameters):
-            storage, weights = _guarded(parameter, scenario.seed, index, device)
+            storage, weights = _guarded(parameter, seed, index, device)
             self.storages.append(storage)
             self.weights.append(weights)
 
@@ -43,7 +47,7 @@ class ComputeWeights:
     Beside them lies one frozen parameter that the subject is never given: like the guards, it must stay as it is.
 
     Attributes:
-        parameters: one ``nn.Parameter`` per scenario parameter: contiguous, its own dtype, initial weights.
+        parameters: one ``nn.Parameter`` per scenario parameter, with its dtype, strides and initial weights.
         initial: the same weights as detached copies, for the reference.
         as_expected: the last look at them (:meth:`problem`) found all weights with the very bytes that :meth:`expect`
             was given, or that they started with, so that they need no closer look. Also False where there are many
@@ -52,12 +56,13 @@ class ComputeWeights:
 
     def __init__(self, scenario: Scenario, device: torch.device, pristine: Pristine | None = None) -> None:
         """``pristine``: what they are copied from, where that is there already."""
+        self._scenario = scenario
         self._pristine = pristine or Pristine(scenario, device)
         self.initial = self._pristine.weights
         self._storages = [storage.clone() for storage in self._pristine.storages]
+        self._listed = scenario.parameters
         self.parameters = [
-            nn.Parameter(storage[_GUARD : storage.numel() - _GUARD].view(weights.shape))
-            for storage, weights in zip(self._storages, self.initial, strict=True)
+            nn.Parameter(_inside(storage, listed)) for storage, listed in zip(self._storages, self._listed, strict=True)
         ]
         self._frozen = torch.full((17,), _GUARD_VALUE, dtype=torch.bfloat16, device=device)
         self._wanted = _forms(self.parameters)
@@ -92,6 +97,14 @@ class ComputeWeights:
             return None, "a frozen parameter that was never handed over was written"
         return None
 
+    def load(self, version: int) -> list[Tensor]:
+        """Write other weights into the parameters, in place; returns these weights (not kept)."""
+        loaded = Pristine(self._scenario, self._frozen.device, version).weights
+        with torch.no_grad():
+            for parameter, weights in zip(self.parameters, loaded, strict=True):
+                parameter.copy_(weights)
+        return loaded
+
     def expect(self, weights: Sequence[Tensor]) -> None:
         """From now on the weights should have the bytes of ``weights``, one tensor a parameter."""
         self.expect_bytes(self.laid_out(weights))
@@ -103,6 +116,8 @@ class ComputeWeights:
         pieces = []
         for number, (storage, wanted) in enumerate(zip(self._storages, weights, strict=True)):
             numel = storage.numel() - 2 * _GUARD
+            if self._listed[number].strides == "transposed" and wanted.shape == self._listed[number].shape:
+                wanted = wanted.permute(_reversed(wanted.dim())).contiguous()
             if wanted.dtype != storage.dtype or not dense(wanted, numel):
                 raise ValueError(f"weight {number} is not a dense tensor of {storage.dtype} and {numel} elements")
             edge = self._edges[storage.dtype]
@@ -135,7 +150,54 @@ def _guarded(parameter: Parameter, seed: int, index: int, device: torch.device) 
     """``(whole storage, the weights inside it)``."""
     numel = parameter.numel
     whole = np.full(numel + 2 * _GUARD, _GUARD_VALUE, np.float32)
-    whole[_GUARD : _GUARD + numel] = values.initial_weight(seed, index, numel, parameter.dtype)
+    drawn = values.initial_weight_of(seed, parameter, index)
+    if parameter.strides == "transposed":
+        drawn = drawn.reshape(parameter.shape).T.reshape(-1)
+    whole[_GUARD : _GUARD + numel] = drawn
     # A copy: torch will not resize a storage that numpy made, and a subject may do with its weights what it likes.
     storage = torch.from_numpy(whole).to(device=device, dtype=DTYPES[parameter.dtype], copy=True)
-    return storage, storage[_GUARD : _GUARD + numel].view(parameter.shape)
+    return storage, _inside(storage, parameter)
+
+
+def _inside(storage: Tensor, parameter: Parameter) -> Tensor:
+    """A view of what lies between the guards, with the parameter's shape and strides."""
+    inside = storage[_GUARD : storage.numel() - _GUARD]
+    if parameter.strides == "contiguous":
+        return inside.view(parameter.shape)
+    return inside.view(parameter.shape[::-1]).permute(_reversed(len(parameter.shape)))
+
+
+def _reversed(num_dims: int) -> list[int]:
+    return list(range(num_dims))[::-1]
+
+
+def gradient_like(parameter: Tensor, drawn: NDArray[np.float32]) -> Tensor:
+    """A gradient as autograd makes it: with the dtype, shape and strides of the parameter; ``drawn`` is row-major."""
+    gradient = torch.empty_like(parameter, requires_grad=False)
+    gradient.copy_(torch.from_numpy(drawn).view(parameter.shape))
+    return gradient
+
+
+def by_stream(scenario: Scenario, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What lies in the parameters, put back into the streams that their values come from, one tensor a stream.
+
+    So it is the same for lists of parameters into which the same streams were cut. Where nothing is said of sources
+    these are the parameters themselves.
+    """
+    if not any(parameter.sources for parameter in scenario.parameters):
+        return tensors
+    slices: list[tuple[int, int, int, Tensor]] = []
+    for index, (parameter, tensor) in enumerate(zip(scenario.parameters, tensors, strict=True)):
+        flat, at = tensor.detach().reshape(-1), 0
+        for source in sources(parameter, index):
+            length = source.stop - source.start
+            slices.append((source.stream, source.start, len(slices), flat[at : at + length]))
+            at += length
+    found: dict[int, list[Tensor]] = {}
+    for stream, _, _, values_ in sorted(slices, key=itemgetter(0, 1, 2)):
+        found.setdefault(stream, []).append(values_)
+    # Those of one stream may have several dtypes, in a case that somebody wrote.
+    return [
+        torch.cat(each) if len({one.dtype for one in each}) == 1 else torch.cat([one.float() for one in each])
+        for each in found.values()
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from harness.scenario.situations import Situation
 from harness.verdict import (
     Collective,
     Divergence,
+    Handed,
     NormObservation,
+    Observation,
     Oracle,
     Property,
     RankStatus,
@@ -42,6 +45,8 @@ class Record:
         self.unresolved = False
         self.searched = False
         self.inspection: Inspection | None = None
+        self._handed: list[Handed] = []
+        self.margin: float | None = None
         self._context = context
         self._scenario = scenario
         self._trail = trail
@@ -53,6 +58,7 @@ class Record:
         self._collectives: list[Collective] = []
         self._hits: list[int] = []
         self._driven = False
+        self._observed: Observation | None = None
         trail.begin()
         context.collectives.mirror = self._called
         context.collectives.unrecorded = trail.move
@@ -80,6 +86,12 @@ class Record:
             self._hits.append(fault)
             self._trail.hit(fault)
 
+    def end_inspection(self) -> None:
+        """The subject whose collectives are looked at goes; what was found stays."""
+        if self.inspection is not None:
+            self._handed += self.inspection.found
+            self.inspection = None
+
     def drive(self) -> None:
         """All operations of the scenario are done."""
         self._driven = True
@@ -94,13 +106,22 @@ class Record:
         """Nothing has diverged so far, and the reference is known: what follows is worth comparing."""
         return self.divergence is None and not self.unresolved
 
-    def diverge(self, prop: Property, message: str, difference: Difference | None = None, **fields: Any) -> None:  # noqa: ANN401
+    def diverge(
+        self,
+        prop: Property,
+        message: str,
+        difference: Difference | None = None,
+        observe: Callable[[], Observation | None] | None = None,
+        **fields: Any,  # noqa: ANN401
+    ) -> None:
         """Record the first divergence, and tell the parent at once: this rank may not live to send its verdict.
 
-        ``fields`` are further fields of :class:`harness.verdict.Divergence`.
+        ``observe`` gives what was seen, for the verdict; ``fields`` are further fields of
+        :class:`harness.verdict.Divergence`.
         """
         if self.divergence is not None:
             return
+        self._observed = None if observe is None else observe()
         found = {} if difference is None else difference.fields(self._scenario)
         self.divergence = Divergence(
             property=prop,
@@ -120,6 +141,11 @@ class Record:
     def judged(self, rule: Oracle) -> None:
         """Count by which rule something was judged."""
         self._oracle[rule.value] = self._oracle.get(rule.value, 0) + 1
+
+    def within(self, margin: float | None) -> None:
+        """The error of a comparison with a bound, in terms of that bound."""
+        if margin is not None:
+            self.margin = margin if self.margin is None else max(self.margin, margin)
 
     def reached(self, situation: Situation) -> None:
         """A situation that only running shows."""
@@ -155,7 +181,10 @@ class Record:
             searched=self.searched,
             driven=self._driven,
             hits=tuple(self._hits),
-            handed=tuple(self.inspection.found) if self.inspection is not None else (),
+            margin=self.margin,
+            handed=(*self._handed, *(self.inspection.found if self.inspection is not None else ())),
+            handings=self.inspection.num_compared if self.inspection is not None else 0,
+            observed=self._observed,
         )
 
 

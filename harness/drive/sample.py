@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -11,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.oracles.adamw_fp64 import AdamWFp64, choose
-from harness.oracles.reference import UnshardedTrainer
-from harness.scenario.model import Scenario
+from harness.oracles.reference import UnshardedTrainer, moment_names
+from harness.scenario.model import AdamW, Scenario
 
 
 class FormulaSample:
     """Follows up to 64 elements of a reference trainer; call :meth:`step` before each of its steps."""
 
-    def __init__(self, scenario: Scenario, reference: UnshardedTrainer) -> None:
+    def __init__(self, scenario: Scenario, reference: UnshardedTrainer, settings: AdamW | None = None) -> None:
+        """``settings``: of the optimizer, where they are no longer those that the scenario begins with."""
         numels = [parameter.numel for parameter in scenario.parameters]
         self._names = [parameter.name for parameter in scenario.parameters]
         self._elements = [
@@ -27,11 +29,20 @@ class FormulaSample:
         starts = [0, *accumulate(numels)]
         self._flat_elements = np.concatenate([starts[index] + elements.numpy() for index, elements in self._elements])
         self._reference = reference
-        self._adamw = AdamWFp64(scenario.optimizer, self._take(reference.master, reference.flat_master()))
+        self._num_moments = len(moment_names(scenario.optimizer))
+        self._adamw = AdamWFp64(settings or scenario.optimizer, self._take(reference.master, reference.flat_master()))
 
     def step(self) -> None:
         """Take the gradients that the reference is about to use, and make the same step in fp64."""
         self._adamw.step(self._take(self._reference.gradients.__getitem__, self._reference.flat_gradient()))
+
+    def set_rate(self, lr: float) -> None:
+        """The reference's learning rate from the next step on."""
+        self._adamw.set_rate(lr)
+
+    def load(self) -> None:
+        """The reference has loaded other weights."""
+        self._adamw.load(self._take(self._reference.master, self._reference.flat_master()))
 
     def problem(self) -> str | None:
         """What lies outside the rounding bound after the reference's step; None when nothing does."""
@@ -39,8 +50,10 @@ class FormulaSample:
         flat = reference.flat_moments()
         violation = self._adamw.judge(
             self._take(reference.master, reference.flat_master()),
-            self._take(lambda index: reference.moments(index)[0], flat and flat[0]),
-            self._take(lambda index: reference.moments(index)[1], flat and flat[1]),
+            *(
+                self._take(partial(_moment, reference, place), None if flat is None else flat[place])
+                for place in range(self._num_moments)
+            ),
         ).violation
         if violation is None:
             return None
@@ -64,3 +77,7 @@ class FormulaSample:
         parts = [values(index).detach().view(-1).cpu()[elements] for index, elements in self._elements]
         taken = torch.cat(parts).numpy()
         return taken
+
+
+def _moment(reference: UnshardedTrainer, place: int, parameter: int) -> Tensor:
+    return reference.moments(parameter)[place]

@@ -37,7 +37,8 @@ class Piece(NamedTuple):
 class Difference(NamedTuple):
     """Outcome of a comparison in parameter coordinates; ``mismatch`` None: all of ``compared`` elements are equal.
 
-    ``bound`` is the rounding bound that was exceeded, where there is one.
+    ``bound`` is the rounding bound that was exceeded, where there is one; ``margin`` the largest error of all elements
+    in terms of its bound, where they were compared with bounds.
     """
 
     compared: int
@@ -47,6 +48,7 @@ class Difference(NamedTuple):
     bucket: int | None = None
     owner: int | None = None
     bound: float | None = None
+    margin: float | None = None
 
     def fields(self, scenario: Scenario) -> dict[str, Any]:
         """The fields of a :class:`harness.verdict.Divergence` that say where and what."""
@@ -55,7 +57,9 @@ class Difference(NamedTuple):
             return {}
         return {
             "parameter": scenario.parameters[self.parameter].name,
+            "index": self.parameter,
             "element": self.element,
+            "offset": sum(each.numel for each in scenario.parameters[: self.parameter]) + (self.element or 0),
             "bucket": self.bucket,
             "owner": self.owner,
             "expected": found.expected,
@@ -154,7 +158,7 @@ class ShardMap:
         first: tuple[Mismatch, int, int] | None = None
         for run in _runs(expected):
             wanted = _joined([expected[index].view(-1) for index in run])
-            seen = _joined([actual[index].detach().view(-1) for index in run])
+            seen = _joined([actual[index].detach().reshape(-1) for index in run])
             outcome = compare_bits(wanted, seen, signed_zeros=True)
             compared += outcome.compared
             if outcome.mismatch is not None:
@@ -172,6 +176,7 @@ class ShardMap:
     def beyond(self, shard: Tensor, intervals: Callable[[int], Interval]) -> Difference:
         """Compare with what any order of addition can give: the first element outside its interval."""
         compared = count = 0
+        margin = 0.0
         found: tuple[Piece, int, float, float, float] | None = None
         for piece in self._pieces:
             interval = intervals(piece.parameter)
@@ -181,7 +186,10 @@ class ShardMap:
             seen = shard[piece.shard_start : piece.shard_start + piece.length].cpu().double()
             same = (seen == center) | (seen.isnan() & center.isnan())
             overflowed = overflows & (seen.isnan() | (seen.isinf() & center.isfinite()))
-            outside = ~(same | overflowed | ((seen - center).abs() <= bound))
+            errors = (seen - center).abs()
+            outside = ~(same | overflowed | (errors <= bound))
+            shares = (errors / bound)[(bound > 0) & errors.isfinite()]
+            margin = max(margin, float(shares.max()) if shares.numel() else 0.0)
             compared += piece.length
             inside_count = int(outside.sum())
             if inside_count and found is None:
@@ -189,7 +197,7 @@ class ShardMap:
                 found = (piece, piece.start + at, float(center[at]), float(seen[at]), float(bound[at]))
             count += inside_count
         if found is None:
-            return Difference(compared)
+            return Difference(compared, margin=margin)
         piece, element, center_value, seen_value, limit = found
         bucket, owner = self.partition.owner(self._offsets[piece.parameter] + element)
         bits = compare_bits(
@@ -198,7 +206,7 @@ class ShardMap:
             signed_zeros=False,
         ).mismatch
         mismatch = None if bits is None else dataclasses.replace(bits, count=count)
-        return Difference(compared, mismatch, piece.parameter, element, bucket, owner, limit)
+        return Difference(compared, mismatch, piece.parameter, element, bucket, owner, limit, margin)
 
     def flat(self, shards: Sequence[Tensor]) -> Tensor:
         """All ranks' shards put back together: a new fp32 vector of all elements."""

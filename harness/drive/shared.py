@@ -23,6 +23,7 @@ from harness.drive.parameters import Pristine
 from harness.drive.summation import Predictions, Summation
 from harness.oracles import contributions
 from harness.oracles.bounds import SquaredNorm
+from harness.oracles.compare import FEW
 from harness.oracles.contributions import Interval
 from harness.oracles.reference import UnshardedTrainer
 from harness.scenario.model import Scenario, StepPlan
@@ -262,6 +263,23 @@ class Follower(UnshardedTrainer):
         now = self._now
         self._point = self._point.after("gather", lambda: now.fork(weights=True), UnshardedTrainer.gather)
 
+    def set_rate(self, lr: float) -> None:
+        """As in :class:`UnshardedTrainer`."""
+        now = self._now
+        self._point = self._point.after(("rate", lr), now.fork, lambda trainer: trainer.set_rate(lr))
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        """As in :class:`UnshardedTrainer`; whoever loads at this point loads the same weights."""
+        now = self._now
+        self._point = self._point.after(
+            "load", lambda: now.fork(weights=True, state=True), lambda trainer: trainer.load(weights)
+        )
+
+    def rebuild(self) -> None:
+        """As in :class:`UnshardedTrainer`."""
+        now = self._now
+        self._point = self._point.after("rebuild", now.fork, UnshardedTrainer.rebuild)
+
     def squared_norm(self) -> SquaredNorm:
         """As in :class:`UnshardedTrainer`."""
         return self._now.squared_norm()
@@ -275,7 +293,7 @@ class Follower(UnshardedTrainer):
         """As in :class:`UnshardedTrainer`."""
         return self._now.master(parameter)
 
-    def moments(self, parameter: int) -> tuple[Tensor, Tensor]:
+    def moments(self, parameter: int) -> tuple[Tensor, ...]:
         """As in :class:`UnshardedTrainer`."""
         return self._now.moments(parameter)
 
@@ -283,17 +301,17 @@ class Follower(UnshardedTrainer):
         """As in :class:`UnshardedTrainer`."""
         return self._now.tensors()
 
-    def flat_master(self) -> bytes | None:
+    def flat_master(self, most: int = FEW) -> bytes | None:
         """As in :class:`UnshardedTrainer`."""
-        return self._now.flat_master()
+        return self._now.flat_master(most)
 
-    def flat_gradient(self) -> bytes | None:
+    def flat_gradient(self, most: int = FEW) -> bytes | None:
         """As in :class:`UnshardedTrainer`."""
-        return self._now.flat_gradient()
+        return self._now.flat_gradient(most)
 
-    def flat_moments(self) -> tuple[bytes, bytes] | None:
+    def flat_moments(self, most: int = FEW) -> tuple[bytes, ...] | None:
         """As in :class:`UnshardedTrainer`."""
-        return self._now.flat_moments()
+        return self._now.flat_moments(most)
 
     def once(self, what: str, work_out: Callable[[], T]) -> T:
         """As in :class:`UnshardedTrainer`: for all ranks at this point."""

@@ -21,7 +21,7 @@ from harness.oracles.order import Order, Rule, gloo
 from harness.oracles.prediction import Call, predict, summing_calls
 from harness.scenario.model import Scenario, StepPlan
 from harness.scenario.partition import Partition
-from harness.verdict import Collective
+from harness.verdict import Collective, Stage
 
 # Above this many elements no separate instance is built: it would take as much memory as the subject itself.
 MAX_PROBED = 2**21
@@ -98,10 +98,10 @@ class Summations:
 
 
 def calls_of_step(collectives: tuple[Collective, ...], step: int | None, world: int) -> frozenset[Call]:
-    """The summing calls that a rank logged since the step began."""
+    """The summing calls that a rank logged since the step began; a construction before it is none of it."""
     of_step = []
     for call in reversed(collectives):
-        if call.step != step:
+        if call.step != step or call.stage == Stage.BUILD.value:
             break
         of_step.append(call)
     return summing_calls(of_step, world)

@@ -49,9 +49,13 @@ class RunMany(Struct, frozen=True, tag="many"):
 
 
 class SubjectCheck(Struct, frozen=True):
-    """``problem`` is None when the class can be driven."""
+    """``problem`` is None when the class can be driven.
+
+    ``declares``: the names in its ``verify_extensions``: what it takes beyond the contract's space.
+    """
 
     problem: str | None
+    declares: tuple[str, ...] = ()
 
 
 Task = CheckSubject | RunScenario

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from harness.scenario.model import Scenario, steps
+from harness.scenario.model import Scenario, StepPlan, steps
 from harness.scenario.partition import Bucket, Partition
 from harness.verdict import Collective, Stage
 
@@ -45,33 +45,33 @@ def problem(scenario: Scenario, observed: Sequence[Collective], plan: Plan | Non
 def planned(scenario: Scenario) -> Plan:
     """What is called in each stage of each step."""
     return [
-        (plan.index, stage, [] if plan.discard else _implied(scenario, stage, clipped=plan.clip is not None))
+        (plan.index, stage, _implied(scenario, plan, stage))
         for plan in steps(scenario)
         for stage in (Stage.COLLECT, Stage.REDUCE, Stage.NORM, Stage.UPDATE, Stage.GATHER)
     ]
 
 
 def implied(scenario: Scenario) -> Callable[[int | None, str | None], list[Expected] | None]:
-    """What is called in a ``(step, stage)`` of a scenario; None for the construction, which is not fixed here."""
+    """What is called in a ``(step, stage)`` of a scenario; None for a construction, which is not fixed here."""
     plans = {plan.index: plan for plan in steps(scenario)}
 
     def of(step: int | None, stage: str | None) -> list[Expected] | None:
         plan = None if step is None else plans.get(step)
-        if plan is None or stage is None:
+        if plan is None or stage is None or stage == Stage.BUILD.value:
             return None
-        return [] if plan.discard else _implied(scenario, Stage(stage), clipped=plan.clip is not None)
+        return _implied(scenario, plan, Stage(stage))
 
     return of
 
 
-def _implied(scenario: Scenario, stage: Stage, *, clipped: bool) -> list[Expected]:
-    if scenario.world == 1:
+def _implied(scenario: Scenario, plan: StepPlan, stage: Stage) -> list[Expected]:
+    if scenario.world == 1 or plan.discard or (plan.skip and stage is Stage.GATHER):
         return []
-    partition = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+    partition = Partition.from_request(scenario.numel, scenario.world, plan.bucket)
     if stage is Stage.REDUCE:
         return [("reduce_scatter", "fp32", bucket.padded) for bucket in partition.buckets]
     if stage is Stage.NORM:
-        return [("all_reduce", "fp64", 1)] * (2 if clipped else 1)
+        return [("all_reduce", "fp64", 1)] * (1 if plan.clip is None else 2)
     if stage is Stage.GATHER:
         return [
             ("all_gather", _gathered_dtype(scenario, bucket), bucket.padded // scenario.world)

@@ -16,6 +16,9 @@ multiply-add (which only removes roundings):
 - first moment ``m + w (g - m)`` or ``g - (g - m) (1 - w)``: in exact arithmetic ``(1 - w) m + w g``, so
   ``e' = (1 - w) e + dw D + 2 u w D`` with ``D = |g - m| + e``, one rounding more;
 - second moment ``(v b) + (a g) g``: each product and the sum rounded;
+- with amsgrad the largest second moment so far takes the place of the second moment in what follows: of two values the
+  larger one is off by no more than the error of either, and choosing rounds nothing;
+- with maximize the gradient enters with the other sign, exactly;
 - denominator ``sqrt(v) / c + eps``: ``|sqrt(v32) - sqrt(v)| <= e / (sqrt(v) + sqrt(max(v - e, 0)))``, and never more
   than ``sqrt(e)``; a division by a scalar may be a product with its rounded reciprocal: two roundings;
 - update ``p - a m / d`` as ``(a m) / d`` or ``a (m / d)``: the quotient's propagated error is
@@ -32,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from harness.oracles.bounds import FP32_MAX, FP32_UNDERFLOW, U32
@@ -46,7 +50,7 @@ class FormulaViolation:
     """An element whose fp32 value lies outside what rounding explains. ``sample`` is its position in the sample."""
 
     sample: int
-    name: str  # "master", "exp_avg" or "exp_avg_sq"
+    name: str  # "master", or a moment's
     expected: float
     actual: float
     bound: float
@@ -99,6 +103,8 @@ class AdamWFp64:
         self._master_error = np.zeros_like(self._master)
         self._exp_avg_error = np.zeros_like(self._master)
         self._exp_avg_sq_error = np.zeros_like(self._master)
+        self._largest = np.zeros_like(self._master)  # max_exp_avg_sq
+        self._largest_error = np.zeros_like(self._master)
         self.judged = np.isfinite(self._master)
         self.num_steps = 0
 
@@ -106,26 +112,37 @@ class AdamWFp64:
         """One step from the sampled elements' gradients, fp32 ``[n]``, the very values the optimizer is given."""
         with np.errstate(all="ignore"):
             self.num_steps += 1
-            gradient = gradients.astype(np.float64)
+            gradient = gradients.astype(np.float64) * (-1.0 if self._settings.maximize else 1.0)
             self.judged &= np.isfinite(gradient)
             self._decay()
             self._first_moment(gradient)
             self._second_moment(gradient)
             self._update()
 
-    def judge(
-        self,
-        master: NDArray[np.float32],
-        exp_avg: NDArray[np.float32],
-        exp_avg_sq: NDArray[np.float32],
-    ) -> FormulaJudgement:
-        """Compare the sampled elements of an optimizer's state, each fp32 ``[n]``, with the fp64 ones."""
+    def set_rate(self, lr: float) -> None:
+        """The learning rate from the next step on."""
+        self._settings = replace(self._settings, lr=lr)
+
+    def load(self, weights: NDArray[np.float32]) -> None:
+        """Other masters of the sampled elements, fp32 ``[n]``; moments stay."""
+        self._master = weights.astype(np.float64)
+        self._master_error = np.zeros_like(self._master)
+        self.judged &= np.isfinite(self._master)
+
+    def judge(self, master: NDArray[np.float32], *moments: NDArray[np.float32]) -> FormulaJudgement:
+        """Compare the sampled elements of an optimizer's state, each fp32 ``[n]``, with the fp64 ones.
+
+        ``moments``: ``exp_avg``, ``exp_avg_sq`` and, with amsgrad, ``max_exp_avg_sq``.
+        """
         num_judged = int(self.judged.sum())
-        for name, values, expected, bound in (
-            ("exp_avg", exp_avg, self._exp_avg, self._exp_avg_error),
-            ("exp_avg_sq", exp_avg_sq, self._exp_avg_sq, self._exp_avg_sq_error),
-            ("master", master, self._master, self._master_error),
-        ):
+        known = [
+            ("exp_avg", self._exp_avg, self._exp_avg_error),
+            ("exp_avg_sq", self._exp_avg_sq, self._exp_avg_sq_error),
+        ]
+        if self._settings.amsgrad:
+            known.append(("max_exp_avg_sq", self._largest, self._largest_error))
+        known.append(("master", self._master, self._master_error))
+        for (name, expected, bound), values in zip(known, (*moments, master), strict=True):
             actual = values.astype(np.float64)
             with np.errstate(all="ignore"):
                 outside = self.judged & ~(np.abs(actual - expected) <= bound)
@@ -170,6 +187,9 @@ class AdamWFp64:
 
         self._exp_avg_sq = kept + added
         self._exp_avg_sq_error = self._rounded(self._exp_avg_sq, kept_error + added_error)
+        if self._settings.amsgrad:
+            self._largest = np.maximum(self._largest, self._exp_avg_sq)
+            self._largest_error = np.maximum(self._largest_error, self._exp_avg_sq_error)
 
     def _update(self) -> None:
         settings = self._settings
@@ -177,11 +197,14 @@ class AdamWFp64:
         bias2_root = (1 - settings.beta2**self.num_steps) ** 0.5
         step_size = settings.lr / bias1
 
-        root = np.sqrt(self._exp_avg_sq)
-        least = np.sqrt(np.maximum(self._exp_avg_sq - self._exp_avg_sq_error, 0.0))
+        square, square_error = self._exp_avg_sq, self._exp_avg_sq_error
+        if settings.amsgrad:
+            square, square_error = self._largest, self._largest_error
+        root = np.sqrt(square)
+        least = np.sqrt(np.maximum(square - square_error, 0.0))
         sum_of_roots = np.where(root + least > 0, root + least, 1.0)
-        error = np.minimum(np.sqrt(self._exp_avg_sq_error), self._exp_avg_sq_error / sum_of_roots)
-        error = self._rounded(root, np.where(root + least > 0, error, np.sqrt(self._exp_avg_sq_error)))
+        error = np.minimum(np.sqrt(square_error), square_error / sum_of_roots)
+        error = self._rounded(root, np.where(root + least > 0, error, np.sqrt(square_error)))
         relative = _cast_error(bias2_root) / bias2_root
         divided = root / bias2_root
         error = error / bias2_root * (1 + 2 * relative) + 2 * relative * divided

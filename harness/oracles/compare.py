@@ -108,10 +108,10 @@ def raw(tensor: Tensor, start: int, length: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr() + size * start, size * length)
 
 
-def flat_bytes(tensors: Sequence[Tensor]) -> bytes | None:
-    """A copy of the bytes of some tensors, end to end; None where they are not :func:`dense`, or not :data:`FEW`."""
+def flat_bytes(tensors: Sequence[Tensor], most: int = FEW) -> bytes | None:
+    """A copy of the bytes of some tensors, end to end; None where they are not :func:`dense`, or more than ``most``."""
     numels = [tensor.numel() for tensor in tensors]
-    if sum(numels) > FEW or not all(dense(tensor, numel) for tensor, numel in zip(tensors, numels, strict=True)):
+    if sum(numels) > most or not all(dense(tensor, numel) for tensor, numel in zip(tensors, numels, strict=True)):
         return None
     return b"".join([raw(tensor, 0, numel) for tensor, numel in zip(tensors, numels, strict=True)])
 

@@ -19,7 +19,7 @@ from harness.oracles.bounds import FP32_MAX, any_order_sum_bound
 from harness.oracles.order import Order, add, fold, uniform
 from harness.scenario.model import Domain, Scenario, StepPlan
 from harness.scenario.situations import Situation
-from harness.scenario.values import gradient
+from harness.scenario.values import gradient_of
 
 # The low half of an fp32 pattern: zero exactly when the value is a bf16 one (8 significant bits), subnormals included.
 _BELOW_BF16 = np.int32(0xFFFF)
@@ -77,8 +77,8 @@ def contribution(
     plan = step.parts[part]
     if parameter in plan.none[rank]:
         return None
-    numel = scenario.parameters[parameter].numel
-    return gradient(scenario.seed, plan.contributors[rank], step.index, parameter, numel, scenario.values)
+    contributor, listed = plan.contributors[rank], scenario.parameters[parameter]
+    return gradient_of(scenario.seed, contributor, step.index, listed, parameter, scenario.values)
 
 
 def has_gradient(scenario: Scenario, step: StepPlan, rank: int, part: int) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from harness.oracles.bounds import SquaredNorm, squared_norm
-from harness.oracles.compare import flat_bytes
+from harness.oracles.compare import FEW, flat_bytes
 from harness.scenario.model import AdamW
 
 T = TypeVar("T")
@@ -24,8 +26,6 @@ _REFUSED = {
     "fused": "its vector tail rounds unlike its body, so the bits depend on where an element lies in the vector",
     "capturable": "it computes the bias corrections on the device, in another precision and order",
     "differentiable": "it runs other operations than the optimizer that is verified",
-    "amsgrad": "its third moment is state that is not compared",
-    "maximize": "gradients would enter with the wrong sign",
 }
 
 
@@ -52,21 +52,35 @@ def build_adamw(parameters: Sequence[Tensor], settings: AdamW, **flags: bool) ->
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         foreach=settings.foreach,
+        amsgrad=settings.amsgrad,
+        maximize=settings.maximize,
         fused=False,
     )
+
+
+def moment_names(settings: AdamW) -> tuple[str, ...]:
+    """What the state of such an optimizer has for each element, by the names that torch gives it."""
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings.amsgrad else ()))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all its parameters, as a schedule does between two steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 class UnshardedTrainer:
     """fp32 masters, AdamW moments and low-precision weights of all parameters, whole.
 
     Attributes:
-        weights: the compute weights, each in its own dtype and shape; change in :meth:`gather` only.
-        num_steps: optimizer steps taken.
+        weights: the compute weights, each in its own dtype and shape; change in :meth:`gather` and :meth:`load`.
+        num_steps: optimizer steps taken since it was made, or rebuilt.
     """
 
     def __init__(self, initial: Sequence[Tensor], settings: AdamW, device: torch.device | str = "cpu") -> None:
         """Start from the compute weights ``initial`` (copied): each master is its weight in fp32."""
-        self.weights = [weight.detach().to(device, copy=True) for weight in initial]
+        as_rows = torch.contiguous_format  # whatever the strides of the weights are
+        self.weights = [weight.detach().to(device, copy=True, memory_format=as_rows) for weight in initial]
         self.num_steps = 0
         self._settings = settings
         self._masters = [torch.nn.Parameter(weight.to(torch.float32, copy=True)) for weight in self.weights]
@@ -79,8 +93,10 @@ class UnshardedTrainer:
 
         Args:
             gradients: Copy the gradients: :meth:`scale_gradients` may be called.
-            weights: Copy the compute weights: :meth:`gather` may be called.
+            weights: Copy the compute weights: :meth:`gather` may be called; with ``state``, :meth:`load`.
             state: Copy masters and moments: :meth:`step` may be called.
+
+        :meth:`set_rate` and :meth:`rebuild` need no copies.
         """
         other = copy.copy(self)
         other._known = {}
@@ -146,6 +162,7 @@ class UnshardedTrainer:
         for master, gradient in zip(self._masters, self.gradients, strict=True):
             master.grad = gradient
         self._gradients = []
+        set_rate(self._optimizer, self._settings.lr)
         self._optimizer.step()
         for master in self._masters:
             master.grad = None
@@ -157,6 +174,27 @@ class UnshardedTrainer:
         for weight, master in zip(self.weights, self._masters, strict=True):
             weight.copy_(master.detach())
         self._known = {}
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate from the next step on."""
+        # Put into the optimizer there: until then it may belong to another trainer as well.
+        self._settings = replace(self._settings, lr=lr)
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        """Other compute weights (copied), of the same dtypes and shapes: masters become these, moments stay."""
+        with torch.no_grad():
+            for weight, master, new in zip(self.weights, self._masters, weights, strict=True):
+                weight.copy_(new)
+                master.copy_(weight)
+        self._known = {}
+
+    def rebuild(self) -> None:
+        """Begin anew with the compute weights as they are: masters from them, no moments, the same learning rate."""
+        self._masters = [torch.nn.Parameter(weight.to(torch.float32, copy=True)) for weight in self.weights]
+        self._optimizer = build_adamw(self._masters, self._settings)
+        self._gradients = []
+        self._known = {}
+        self.num_steps = 0
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -175,26 +213,30 @@ class UnshardedTrainer:
         state = [value for held in states for value in held.values() if isinstance(value, Tensor)]
         return [*self.weights, *self._masters, *self._gradients, *state]
 
-    def flat_master(self) -> bytes | None:
-        """The bytes of all masters, end to end; None where they are too many for that, or not on a CPU."""
-        return self._flat("master", lambda: [master.detach() for master in self._masters])
+    def flat_master(self, most: int = FEW) -> bytes | None:
+        """The bytes of all masters, end to end; None where they are more than ``most``, or not on a CPU."""
+        return self._flat("master", lambda: [master.detach() for master in self._masters], most)
 
-    def flat_gradient(self) -> bytes | None:
+    def flat_gradient(self, most: int = FEW) -> bytes | None:
         """The same of the gradients."""
-        return self._flat("gradient", lambda: self.gradients)
+        return self._flat("gradient", lambda: self.gradients, most)
 
-    def flat_moments(self) -> tuple[bytes, bytes] | None:
-        """The same of ``exp_avg`` and ``exp_avg_sq``."""
-        indices = range(len(self._masters))
-        first = self._flat("exp_avg", lambda: [self.moments(index)[0] for index in indices])
-        second = self._flat("exp_avg_sq", lambda: [self.moments(index)[1] for index in indices])
-        return None if first is None or second is None else (first, second)
+    def flat_moments(self, most: int = FEW) -> tuple[bytes, ...] | None:
+        """The same of each of the moments."""
+        names = moment_names(self._settings)
+        flat = [self._flat(name, partial(self._of_all, place), most) for place, name in enumerate(names)]
+        found = tuple(each for each in flat if each is not None)
+        return found if len(found) == len(flat) else None
 
-    def _flat(self, what: str, tensors: Callable[[], Sequence[Tensor]]) -> bytes | None:
-        return self.once(what, lambda: flat_bytes(tensors()))
+    def _of_all(self, place: int) -> list[Tensor]:
+        return [self.moments(index)[place] for index in range(len(self._masters))]
 
-    def moments(self, parameter: int) -> tuple[Tensor, Tensor]:
-        """``exp_avg`` and ``exp_avg_sq`` of one parameter, fp32, in its shape; not copies.
+    def _flat(self, what: str, tensors: Callable[[], Sequence[Tensor]], most: int) -> bytes | None:
+        few = self.once(what, lambda: flat_bytes(tensors()))
+        return self.once(f"{what} of many", lambda: flat_bytes(tensors(), most)) if few is None and most > FEW else few
+
+    def moments(self, parameter: int) -> tuple[Tensor, ...]:
+        """The moments of one parameter (:func:`moment_names`), fp32, in its shape; not copies.
 
         Raises:
             RuntimeError: there are none before the first step.
@@ -202,4 +244,4 @@ class UnshardedTrainer:
         state = self._optimizer.state.get(self._masters[parameter])
         if not state:
             raise RuntimeError("the reference has no moments before its first step")
-        return state["exp_avg"], state["exp_avg_sq"]
+        return tuple(state[name] for name in moment_names(self._settings))

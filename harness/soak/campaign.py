@@ -24,6 +24,7 @@ from harness.faults.expect import HOLDS, expectation
 from harness.report import result as results
 from harness.scenario import codec, generate
 from harness.scenario.model import Scenario
+from harness.scenario.smaller import smallest
 from harness.soak.growth import Growth, Usage, growth, usage
 from harness.subjects.source import SubjectSource
 
@@ -134,6 +135,7 @@ class _Tally:
     warm: tuple[int, Usage] | None = None
     growth: dict[str, Growth] = field(default_factory=dict)
     first_wrong: WrongVerdict | None = None
+    wrong_scenario: Scenario | None = None  # of that one
 
     @property
     def run(self) -> int:
@@ -220,8 +222,8 @@ def _soak(options: SoakOptions, observer: Observer, evaluator: Evaluator, tally:
 
 def _shrink(options: SoakOptions, observer: Observer, evaluator: Evaluator, tally: _Tally) -> None:
     """Make the first scenario with a wrong verdict smaller, within a bound, and save it in place of the first."""
-    first = tally.first_wrong
-    if first is None:
+    first, drawn = tally.first_wrong, tally.wrong_scenario
+    if first is None or drawn is None:
         return
     deadline = time.monotonic() + options.shrink_s
     best: tuple[Scenario, str] | None = None
@@ -231,14 +233,16 @@ def _shrink(options: SoakOptions, observer: Observer, evaluator: Evaluator, tall
         raise_if_interrupted()
         if time.monotonic() > deadline:
             raise _TimeUpError
-        problem = wrong_verdict(scenario, evaluator.attributed(scenario, evaluator.evaluate(scenario)))
+        evaluation = evaluator.evaluate(scenario)
+        if evaluation.conclusion is Conclusion.UNHIT:
+            return False  # of a smaller one that need not mean a mistake
+        problem = wrong_verdict(scenario, evaluator.attributed(scenario, evaluation))
         if problem is not None:
             best = scenario, problem
         return problem is not None
 
-    number, fault = _drawn_as(options, first.scenario)
     try:
-        generate.shrink(options.seed, number, options.worlds, still_wrong, fault=fault)
+        smallest(drawn, still_wrong, worlds=options.worlds)
     except (_TimeUpError, UndecidedError) as error:
         observer.note(f"the case may not be the smallest: {error or 'shrinking took too long'}")
     if best is not None:
@@ -315,7 +319,7 @@ def _judge(
         tally.num_wrong[kind] += 1
         observer.note(f"scenario {index}: {problem}")
         if tally.first_wrong is None:
-            tally.first_wrong = _saved(options, index, scenario, problem)
+            tally.first_wrong, tally.wrong_scenario = _saved(options, index, scenario, problem), scenario
     if undecided is not None:
         raise undecided
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.scenario.model import CONTRACT, Extension
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -16,12 +18,15 @@ class Capabilities:
         traffic: number, kind and bytes of its collectives are what the layout implies.
         static_memory: what it keeps alive follows the formula of ``spec/zero_master.md``.
         strict_padding_rule: it rounds the bucket as the specification says; else any valid rounding will do.
+        extension: what it takes beyond the contract's space. A class of the user's says so itself
+            (:func:`harness.subjects.load.declared`).
     """
 
     norm: Literal["fp64", "fp32"] = "fp32"
     traffic: bool = False
     static_memory: bool = False
     strict_padding_rule: bool = False
+    extension: Extension = CONTRACT
 
 
 CLASS_SUBJECT = Capabilities()
@@ -36,7 +41,13 @@ class Builtin:
     summary: str
 
 
-_ZERO_MASTER = Capabilities(norm="fp64", traffic=True, static_memory=True, strict_padding_rule=True)
+_ZERO_MASTER = Capabilities(
+    norm="fp64",
+    traffic=True,
+    static_memory=True,
+    strict_padding_rule=True,
+    extension=Extension(refresh=True, dtypes=True, strides=True),
+)
 
 BUILTIN: dict[str, Builtin] = {
     "zero2": Builtin(

@@ -14,10 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from harness.errors import exception_text, sendable
+from harness.scenario.model import EXTENSIONS
 from harness.subjects.builtin import BUILTIN
 
 METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
 ATTRIBUTES = ("master", "has_grad", "spills")
+DECLARATION = "verify_extensions"
 
 
 class SubjectError(Exception):
@@ -54,6 +56,7 @@ def missing_attributes(instance: object) -> list[str]:
 
 
 def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
+    declared(cls, title)
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     if missing:
         raise SubjectError(
@@ -71,6 +74,29 @@ def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
             f"{title} cannot be constructed as Class(params, rank, world, bucket=...{_shown(args)}): {error}; "
             f"its signature is {signature}"
         ) from error
+
+
+def declared(cls: type, title: str = "the class") -> tuple[str, ...]:
+    """What a class says, in ``verify_extensions``, that it takes beyond the contract's space: names of
+    :class:`harness.scenario.model.Extension`; nothing where it says nothing.
+
+    Raises:
+        SubjectError: it says something else.
+    """
+    names = getattr(cls, DECLARATION, ())
+    if not isinstance(names, tuple | list | set | frozenset) or not all(isinstance(name, str) for name in names):
+        raise SubjectError(
+            f"{title}.{DECLARATION} must be names of {', '.join(EXTENSIONS)}, it is {type(names).__name__}"
+        )
+    unknown = sorted(set(names) - set(EXTENSIONS))
+    if unknown:
+        raise SubjectError(
+            f"{title}.{DECLARATION} names {', '.join(map(ascii, unknown))}, which is no extension "
+            f"(there are: {', '.join(EXTENSIONS)})"
+        )
+    if "refresh" in names and not callable(getattr(cls, "refresh_from_weights", None)):
+        raise SubjectError(f"{title}.{DECLARATION} names 'refresh', but there is no method refresh_from_weights")
+    return tuple(name for name in EXTENSIONS if name in names)
 
 
 def has_full_master(cls: Callable[..., Any]) -> bool:
