@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from harness import blame
 from harness.drive import traffic, trail
@@ -27,12 +28,13 @@ from harness.faults import expect
 from harness.launch import machine
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport, Watch
 from harness.oracles import judge, sequence
-from harness.scenario.model import Scenario
+from harness.scenario.model import EXTENSIONS, Extension, Scenario
+from harness.scenario.relations import NOTHING_OBSERVED, Observed
 from harness.sim.lanes import Batch
 from harness.sim.pool import SimPool
-from harness.subjects.builtin import capabilities
+from harness.subjects.builtin import BUILTIN, capabilities
 from harness.subjects.source import SubjectSource
-from harness.verdict import Divergence, Property, RankAccount, RankStatus, RankVerdict, Stage
+from harness.verdict import Divergence, Observation, Property, RankAccount, RankStatus, RankVerdict, Stage
 
 HANDLER = "harness.drive.handler:start"
 PRELOAD = ("torch.optim", "harness.drive.handler", "zero2core")
@@ -132,6 +134,10 @@ class Evaluation:
         hits: rank -> which of the scenario's faults struck it (their indices).
         changed: what the subject changed in its processes beside its own, put back since.
         recycled: why the ranks were replaced after this run; None if they go on.
+        observed: norms and digests of weights that rank 0 saw.
+        margin: the largest error in terms of its bound; None when nothing was held against a bound.
+        observations: rank -> what it saw at the first difference, None where all was equal there; of the ranks of
+            which that is known.
     """
 
     conclusion: Conclusion
@@ -148,6 +154,9 @@ class Evaluation:
     hits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     recycled: str | None = None
+    observed: Observed = NOTHING_OBSERVED
+    margin: float | None = None
+    observations: Mapping[int, Observation | None] = field(default_factory=dict)
 
 
 def start_pool(backend: str = "gloo", lanes: int = 1) -> Pool:
@@ -181,6 +190,7 @@ class Evaluator:
         self._capabilities = capabilities(subject.absolute)
         self._pool = pool
         self._order, self._schedule = order, schedule
+        self._extension = self._capabilities.extension
         self._imported: set[int] = set()  # the homes of worlds
         self._exchanges = False
         self._lanes_ready = False
@@ -190,9 +200,34 @@ class Evaluator:
         self._ends_processes = set(RankEnd) - set(survived if isinstance(pool, SimPool) else (RankEnd.REPLIED,))
 
     @property
+    def extension(self) -> Extension:
+        """What the subject takes beyond the contract's space; known after :meth:`prepare`."""
+        return self._extension
+
+    @property
+    def exact_norms(self) -> bool:
+        """Whether a squared norm is exact where its terms and their sum are exact in fp64."""
+        return self._capabilities.norm == "fp64"
+
+    @property
     def lanes(self) -> int:
         """How many scenarios :meth:`evaluate_many` runs at the same time."""
         return self._pool.lanes if isinstance(self._pool, SimPool) else 1
+
+    @property
+    def simulated(self) -> bool:
+        """Whether all ranks live in one process."""
+        return isinstance(self._pool, SimPool)
+
+    @contextmanager
+    def stalling_within(self, stall_s: float) -> Iterator[None]:
+        """Inside, a scenario counts as hung after at most so long without progress."""
+        before = self.stall_s
+        self.stall_s = stall_s if before is None else min(before, stall_s)
+        try:
+            yield
+        finally:
+            self.stall_s = before
 
     def prepare(self, world: int) -> None:
         """Start the ranks of one world and import the subject there, unless that is done.
@@ -211,10 +246,15 @@ class Evaluator:
             raise UsageError(
                 f"importing the subject ended rank {report.rank}: {report.error or report.end.value}{_tail(report)}"
             )
-        for report in outcome.ranks:
-            problem = _check.decode(report.reply or b"").problem
-            if problem is not None:
-                raise UsageError(problem)
+        checks = [_check.decode(report.reply or b"") for report in outcome.ranks]
+        for check in checks:
+            if check.problem is not None:
+                raise UsageError(check.problem)
+        if not self._imported and self._subject.path not in BUILTIN:
+            # What some ranks declare and others do not is not drawn.
+            self._extension = Extension(
+                **{name: all(name in check.declares for check in checks) for name in EXTENSIONS}
+            )
         self._imported.add(home)
 
     def evaluate(self, scenario: Scenario) -> Evaluation:
@@ -367,6 +407,7 @@ class Evaluator:
             attributed = blame.attributed(found, verdicts)
         else:
             return evaluation
+        attributed = replace(attributed, inputs=_handed(again.divergence, verdicts))
         sent = {verdict.rank: verdict for verdict in verdicts}
         accounts = _accounts(outcome, attributed, sent, self._lefts(scenario.world))
         return dataclasses.replace(evaluation, divergence=attributed, accounts=accounts)
@@ -485,8 +526,38 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         accounts=_accounts(outcome, judgement.divergence, sent, lefts),
         hits={said.rank: said.hits for said in (*verdicts, *silent) if said.hits},
         changed=frozenset(name for verdict in verdicts for name in verdict.changed),
+        observed=next((Observed(said.norms, said.weights) for said in verdicts if said.rank == 0), NOTHING_OBSERVED),
         recycled=next((f"rank {said.rank}: {said.recycle}" for said in verdicts if said.recycle is not None), None),
+        margin=max((said.margin for said in verdicts if said.margin is not None), default=None),
+        observations=_observations(judgement.divergence, verdicts),
     )
+
+
+def _observations(found: Divergence | None, verdicts: Sequence[RankVerdict]) -> dict[int, Observation | None]:
+    """What each rank saw where the first difference is."""
+    known: dict[int, Observation | None] = {}
+    for verdict in verdicts:
+        own = verdict.divergence
+        if found is None or (verdict.status is not RankStatus.DONE and own is None):
+            continue
+        if own is None or own.when > found.when:
+            known[verdict.rank] = None
+        elif verdict.observed is not None and own.when == found.when:
+            known[verdict.rank] = verdict.observed
+    return known if any(known.values()) else {}
+
+
+def _handed(found: Divergence, verdicts: Sequence[RankVerdict]) -> str | None:
+    """Whether the reduction was given the right values, as far as the ranks could tell."""
+    if found.stage is not Stage.REDUCE or found.property is Property.TRAFFIC:
+        return None
+    at = found.step, Stage.REDUCE
+    wrong = [verdict.rank for verdict in verdicts if any((note.step, note.stage) == at for note in verdict.handed)]
+    if wrong:
+        return f"{sequence.ranks_text(wrong)} handed something else than the sum of its parts to the reduction"
+    if all(verdict.handings for verdict in verdicts):
+        return "agreed: every rank handed the sum of its own parts to the reduction"
+    return None
 
 
 def _accounts(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.subjects.catalogue import RIGHT
-from tests.support import Campaigns
+from tests.support import FULL_TABLE, Campaigns
 
-EXAMPLES = 32
-SEED = 8  # of a campaign in which each world has scenarios that the refusing classes take
+EXAMPLES = 16
+SEED = 3  # of a campaign in which each world has what the refusing classes take, and sums that depend on the order
 REFUSING = ("RefusesScalars", "RefusesThirdPart")
 
 # Right within rounding, but added in no order that is fixed, or in none that can be found out.
@@ -21,7 +21,15 @@ WITHIN_THE_BOUND = (
 )
 
 
-@pytest.mark.parametrize("name", RIGHT)
+# What refuses scenarios and what is held against the bound is looked at here alone; of the others each sixth.
+CHOSEN = [
+    name
+    for index, name in enumerate(RIGHT)
+    if FULL_TABLE or index % 6 == 0 or name in REFUSING or name in WITHIN_THE_BOUND
+]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
 def test_a_right_variant_holds(name: str, campaigns: Campaigns) -> None:
     """Bit for bit in whatever order it adds; what no order explains is said to be within the bound."""
     file = "plain.py" if name == "PlainZero" else "right.py"

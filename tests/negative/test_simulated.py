@@ -7,31 +7,29 @@ collective is only paired with its own kind, so that what gloo shows later, or a
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 
 import pytest
 
 from harness.evaluate import start_pool
+from tests.negative.test_right_variants import CHOSEN
+from tests.subjects import catalogue
 from tests.subjects.catalogue import BROKEN, RIGHT, Broken
-from tests.support import Campaigns
+from tests.support import FULL_TABLE, Campaigns
 
 EXAMPLES = 150
-# Each third class, with FULL_TABLE=1 in the environment (`make stress`) all: on real ranks all of them run every time.
-EACH = 1 if os.environ.get("FULL_TABLE") else 3
 SHRINK_S = 0.3  # where it first shows does not depend on how small it is
 
 
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaigns]:
-    """Campaigns in simulated worlds."""
-    with start_pool("sim") as pool:
-        yield Campaigns(pool, tmp_path_factory.mktemp("cases"), "sim")
-
-
-@pytest.mark.parametrize("broken", BROKEN[::EACH], ids=lambda broken: broken.name)
-def test_a_broken_subject_is_caught_where_it_first_shows(broken: Broken, simulated: Campaigns) -> None:
+@pytest.mark.parametrize(
+    "broken", [each for each in BROKEN if FULL_TABLE or catalogue.simulated(each)], ids=lambda broken: broken.name
+)
+def test_a_broken_subject_is_caught_where_it_first_shows(
+    broken: Broken, simulated: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hangs = broken.name == "HangsInNorm"
+    monkeypatch.setattr("harness.explain.MORE_SCENARIOS", 0)  # symptoms are judged in test_symptoms.py
+    if "determinism" not in broken.properties:
+        monkeypatch.setattr("harness.explain.REPLAYS", 1)
     worlds = (broken.only_world,) if broken.only_world is not None else (1, 2, 3, 4)
     with contextlib.ExitStack() as stack:
         if broken.name == "CrashesWhenIdle":  # what it leaves running would end the process of the tests that follow
@@ -51,10 +49,10 @@ def test_a_broken_subject_is_caught_where_it_first_shows(broken: Broken, simulat
     assert result.failure.stage in broken.stages, result.failure.message
 
 
-@pytest.mark.parametrize("name", RIGHT[::EACH])
+@pytest.mark.parametrize("name", [name for name in RIGHT if FULL_TABLE or name not in CHOSEN])
 def test_a_right_variant_holds(name: str, simulated: Campaigns, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every operation is looked at."""
-    monkeypatch.setattr("harness.runner.CLOSELY_EVERY", 6)
-    result = simulated.run(f"right.py:{name}", worlds=(1, 2, 3, 4), examples=24)
+    monkeypatch.setattr("harness.runner.CLOSELY_EVERY", 8)
+    result = simulated.run(f"right.py:{name}", worlds=(1, 2, 3, 4), examples=8)
 
     assert result.verdict == "holds", (result.reason, result.failure)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.subjects.plain import Cut, Gradients, PlainZero
 
@@ -913,6 +915,97 @@ class StatesHugeBuckets(PlainZero):
     @property
     def buckets(self) -> list[Cut]:
         return [(0, self._offsets[-1], self.world * 10**400)]
+
+
+# What is between two steps.
+
+
+class KeepsSkippedGradient(PlainZero):
+    """Bug: what was reduced in a step that was then skipped is added to the next one.
+
+    Trigger: a skip of a step with a gradient, then a step. First: gradient/spill at reduce.
+    """
+
+    _skipped: Tensor | None = None
+
+    def reduce_scatter(self) -> None:
+        super().reduce_scatter()
+        if self._skipped is not None:
+            self._grad += self._skipped
+        self._skipped = self._grad.clone()
+
+    def gather_params(self) -> None:
+        super().gather_params()
+        self._skipped = None
+
+    def discard(self) -> None:
+        super().discard()
+        self._skipped = None
+
+
+class RateOfTheFirstStep(PlainZero):
+    """Bug: its optimizer keeps the learning rate of its first step.
+
+    Trigger: a new rate after a step, then an update that it shows in. First: master at update.
+    """
+
+    def __init__(self, params: list[nn.Parameter], rank: int, world: int, bucket: int = 2**25) -> None:
+        super().__init__(params, rank, world, bucket)
+        rates: list[float] = []
+        master = weakref.ref(self.master)
+
+        def keep_rate(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            for group in optimizer.param_groups:
+                if group["params"][0] is master():
+                    rates.append(group["lr"])
+                    group["lr"] = rates[0]
+
+        self._hook = register_optimizer_step_pre_hook(keep_rate)
+
+    def __del__(self) -> None:
+        self._hook.remove()
+
+
+class MasterOutlivesIt(PlainZero):
+    """Bug: the master is kept on a parameter, and taken from there by the next instance that it fits.
+
+    Trigger: an update, then a rebuild with a shard of the same length. First: master at build.
+    """
+
+    def _initial_master(self) -> Tensor:
+        fresh = super()._initial_master()
+        kept = getattr(self.params[0], "_kept_master", fresh)
+        master = kept if kept.shape == fresh.shape else fresh
+        self.params[0]._kept_master = master  # type: ignore[attr-defined]
+        return master
+
+
+class LayoutOutlivesIt(PlainZero):
+    """Bug: the layout is kept on a parameter, and taken from there by the next instance.
+
+    Trigger: a rebuild with buckets of another size. First: ownership at build, or what else the old layout shows in.
+    """
+
+    def _cut(self, numel: int, bucket: int) -> list[Cut]:
+        kept: list[Cut] = getattr(self.params[0], "_kept_cuts", super()._cut(numel, bucket))
+        self.params[0]._kept_cuts = kept  # type: ignore[attr-defined]
+        return kept
+
+
+class SpillsOutliveIt(PlainZero):
+    """Bug: spills are counted on a parameter, over all instances. Trigger: a spill, then a rebuild.
+
+    First: intake at collect.
+    """
+
+    @property
+    def spills(self) -> int:
+        return getattr(self.params[0], "_num_spills", 0)
+
+    @spills.setter
+    def spills(self, number: int) -> None:
+        if number:
+            self.params[0]._num_spills = number  # type: ignore[attr-defined]
 
 
 class HangsInNorm(PlainZero):

@@ -410,3 +410,13 @@ class RefusesThirdPart(PlainZero):
     def _release(self) -> None:
         super()._release()
         self._parts = 0
+
+
+class Refreshes(PlainZero):
+    """Takes weights that were loaded from outside, and says so."""
+
+    verify_extensions: ClassVar[tuple[str, ...]] = ("refresh",)
+
+    def refresh_from_weights(self) -> None:
+        with torch.no_grad():
+            self.master.copy_(self._initial_master())
