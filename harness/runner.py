@@ -5,17 +5,17 @@ The composition root of the parent process, which imports no torch, joins no gro
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 import shlex
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -25,17 +25,24 @@ from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError, cost, start_pool
+from harness.explain import SHRINK_S, Explainer, Found, Runs, Smaller, diagnosed, property_of, repeated
 from harness.faults import expect, language
+from harness.launch.pool import PoolError
 from harness.pace import CHUNK_S, Pace
+from harness.relate import Related, RelatedEvaluator
 from harness.report import result as results
 from harness.report.console import describe
+from harness.report.paste import pytest_test
 from harness.report.result import Examples, Failure, Result, WorldExamples
 from harness.scenario import codec, generate, presets
-from harness.scenario.model import Parameter, Scenario, check
-from harness.scenario.situations import Situation, reached, required
+from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, check
+from harness.scenario.relations import Relation, RelationReference
+from harness.scenario.situations import Situation, required
+from harness.scenario.smaller import smallest
 from harness.sim.choices import Schedule, SumOrder
 from harness.subjects.source import SubjectSource, is_local
-from harness.verdict import Divergence, Oracle, Property, Stage
+from harness.tally import Tally
+from harness.verdict import Oracle, Property
 
 FULL_CAMPAIGN = 300
 """From this many scenarios on (and worlds 3 and 4) a campaign must have reached every required situation."""
@@ -46,18 +53,15 @@ LARGEST_BUCKET = 2**25
 REPEAT_EVERY = 20
 """Every so many scenarios one is run twice and must give the same bits."""
 
+RELATE_EVERY = 10
+"""Every so many scenarios whose sums are exact one is held against another that is related to it."""
+
 CLOSELY_EVERY = 60
 """Every so many scenarios one is looked at closely, in a simulated world: that takes as long as several."""
-
-REPLAYS = 4
-"""How often a failing scenario is run again before it counts as failing every time."""
 
 DEFAULT_ORDER = SumOrder.RING.value
 DEFAULT_SCHEDULE = Schedule.RANDOM.value
 """Of simulated worlds."""
-
-SHRINK_S = 60.0
-"""Default bound of the time spent on making a failing scenario smaller."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class CampaignOptions:
         examples: scenarios in all; with ``parameters``, scenarios for each world.
         seconds: upper bound of the whole campaign.
         bucket: requested bucket size in elements; None: drawn, or with ``parameters`` :func:`bucket_for` them.
-        parameters: the user's own list instead of drawn ones.
+        parameters: the user's own list instead of drawn ones; a failing case is of some of these, cut shorter.
         report: where failing cases are saved.
         timeout_s: limit of one scenario; None: by its size.
         stall_s: limit of the time in which no rank gets on; None: by the size of the scenario.
@@ -108,53 +112,6 @@ class Observer(Protocol):
         """Something the user should know."""
 
 
-@dataclass
-class _Tally:
-    """What a campaign has seen so far."""
-
-    began: float = field(default_factory=time.monotonic)
-    run: Counter[int] = field(default_factory=Counter)
-    seconds: Counter[int] = field(default_factory=Counter)
-    discarded: int = 0
-    declined: Counter[str] = field(default_factory=Counter)
-    checks: Counter[str] = field(default_factory=Counter)
-    oracle: Counter[str] = field(default_factory=Counter)
-    reached: Counter[str] = field(default_factory=Counter)
-    changed: Counter[str] = field(default_factory=Counter)
-    recycled: list[str] = field(default_factory=list)
-
-    @property
-    def num_run(self) -> int:
-        return sum(self.run.values())
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.began
-
-    def add(self, scenario: Scenario, evaluation: Evaluation) -> None:
-        self.changed.update(evaluation.changed)
-        if evaluation.recycled is not None:
-            self.recycled.append(evaluation.recycled)
-        if evaluation.conclusion is Conclusion.UNSUPPORTED:
-            self.discarded += 1
-            self.declined.update(situation.value for situation in reached(scenario))
-            return
-        self.run[scenario.world] += 1
-        self.seconds[scenario.world] += evaluation.seconds  # type: ignore[assignment]  # a Counter adds floats too
-        self.checks.update(evaluation.checks)
-        self.oracle.update(evaluation.oracle)
-        self.reached.update(situation.value for situation in reached(scenario))
-        self.reached.update(evaluation.situations)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A violation: the smallest scenario that showed it, and how it showed there."""
-
-    scenario: Scenario
-    evaluation: Evaluation
-
-
 def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None = None) -> Result:
     """Run scenarios until the first violation, the number of examples, or the time is up.
 
@@ -164,29 +121,32 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None
     Raises:
         UsageError: the subject does not import or lacks the interface; or the parameters do not fit this machine.
     """
-    tally = _Tally()
+    tally = Tally()
     observer.started(options)
     source: _Source = _Listed(options) if options.parameters is not None else _Drawn(options)
-    found: _Found | None = None
+    found: Found | None = None
     reason: str | None = None
     interrupted = False
     try:
         lanes = simulation_lanes(options.worlds, source.memory) if options.backend == "sim" else 1
-        with _ranks(options, pool, lanes) as ranks:
+        with _ranks(options, pool, lanes) as ranks, _OtherTier(options) as tier:
             evaluator = _evaluator(options, ranks)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
+            source.extend(evaluator.extension)
+            tally.extension = evaluator.extension
             if source.total >= FULL_CAMPAIGN:
                 check_canaries(ranks, options.worlds[0])
-            search = _Search(options, observer, evaluator, tally, source)
+            full = source.total >= FULL_CAMPAIGN
+            search = _Search(options, observer, evaluator, tally, source, tier if full else None)
             try:
                 found = search.run()
             except KeyboardInterrupt:
-                interrupted, found = True, search.best
+                interrupted, found = True, search.explainer.best
             except (UndecidedError, UsageError) as error:
-                if search.best is None:
+                if search.explainer.best is None:
                     raise
                 # That the subject is wrong has been seen; only the case may not be the smallest.
-                found = search.best
+                found = search.explainer.best
                 observer.note(f"a violation was found, but its case could not be made smaller: {error}")
     except UndecidedError as error:
         reason = without_traceback(str(error))
@@ -195,35 +155,42 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None
     finally:
         source.close()
     if found is None and reason is None and not interrupted:
-        reason = _undecided_reason(options, tally)
-    return _result(options, tally, found, reason, interrupted)
+        reason = undecided_reason(options, tally)
+    return result_of(options, tally, found, reason, interrupted)
 
 
 def replay_case(
     case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: Pool | None = None
 ) -> Result:
     """Run one saved case, several times: a violation that comes and goes is still one (``determinism``)."""
-    tally = _Tally()
+    tally = Tally()
     observer.started(options)
-    found: _Found | None = None
+    found: Found | None = None
     reason: str | None = None
     interrupted = False
     scenario = case.scenario
     _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case", simulated=options.backend == "sim")
     try:
-        with _ranks(options, pool) as ranks:
+        with _ranks(options, pool) as ranks, _OtherTier(options) as tier:
             evaluator = _evaluator(options, ranks)
             evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
             first = evaluator.closely(scenario, evaluator.evaluate(scenario))
             _require_hit(scenario, first)
             tally.add(scenario, first)
+            runs: Runs = evaluator
+            if case.relation is not None:
+                runs = RelatedEvaluator(evaluator, case.relation, tier)
+                seen = runs.relate(scenario, first)
+                first = seen.evaluation
+                tally.checks[Property.INVARIANCE.value] += seen.compared
             if first.conclusion is Conclusion.VIOLATED:
-                found = _Found(scenario, first)
-            evaluation = first if first.hung else _repeated(evaluator, scenario, first, tally)
+                found = Found(scenario, first, case.relation)
+            evaluation = first if first.hung else repeated(runs, scenario, first, tally.checks)
             if evaluation.conclusion is Conclusion.VIOLATED:
-                found = _Found(scenario, evaluation)  # should the next line be interrupted
-                found = _Found(scenario, evaluator.attributed(scenario, evaluation))
+                found = Found(scenario, evaluation, case.relation)  # should the next line be interrupted
+                evaluation = runs.attributed(scenario, evaluation)
+                found = Found(scenario, diagnosed(scenario, evaluation, []), case.relation)
             elif evaluation.conclusion is Conclusion.UNSUPPORTED:
                 reason = "the subject says that this case is outside its space (NotImplementedError)"
             elif _compared_nothing(evaluation.checks):
@@ -232,7 +199,7 @@ def replay_case(
         reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
-    return _result(options, tally, found, reason, interrupted, replayed=(case, path))
+    return result_of(options, tally, found, reason, interrupted, replayed=(case, path))
 
 
 def _ranks(options: CampaignOptions, pool: Pool | None, lanes: int = 1) -> AbstractContextManager[Pool]:
@@ -250,6 +217,35 @@ def _evaluator(options: CampaignOptions, ranks: Pool) -> Evaluator:
     )
 
 
+class _OtherTier:
+    """The same subject where ranks are simulated if those of the campaign are real, and the other way round.
+
+    Started when it is asked for.
+    """
+
+    def __init__(self, options: CampaignOptions) -> None:
+        self._options = options
+        self._stack = ExitStack()
+        self._evaluator: Evaluator | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self) -> Evaluator:
+        if self._evaluator is None:
+            options = self._options
+            backend = "gloo" if options.backend == "sim" else "sim"
+            try:
+                pool = self._stack.enter_context(start_pool(backend))
+            except PoolError as error:
+                raise UndecidedError(str(error)) from error
+            self._evaluator = _evaluator(options, pool)
+        return self._evaluator
+
+
 # --- where scenarios come from ----------------------------------------------------------------------------------------
 
 
@@ -259,11 +255,14 @@ class _Source(Protocol):
     total: int
     memory: int
 
+    def extend(self, extension: Extension) -> None:
+        """What the subject takes beyond the contract's space; told before the first scenario is asked for."""
+
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         """The scenario of this number; the same every time. About ``ahead`` of those after it will be needed soon."""
 
-    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
-        """Offer ``fails`` smaller scenarios than number ``index``; it keeps the best itself."""
+    def others(self, index: int) -> Iterator[Scenario]:
+        """Scenarios of other settings than number ``index``; asked for when the search is over."""
 
     def close(self) -> None:
         """End what was started; no scenario is asked for afterwards."""
@@ -279,6 +278,10 @@ class _Drawn:
         self.total = options.examples
         self._drawer = Drawer()
         self._begun: dict[int, Future[Scenario]] = {}
+        self._extension = CONTRACT
+
+    def extend(self, extension: Extension) -> None:
+        self._extension = extension
 
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         begun = self._begun.pop(index, None)
@@ -288,15 +291,16 @@ class _Drawn:
                 self._begun[later] = self._drawer.begin(self._draw, later)
         return scenario
 
-    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
+    def others(self, index: int) -> Iterator[Scenario]:
         self.close()  # one use of Hypothesis at a time
-        generate.shrink(self.options.seed, index, self.options.worlds, fails, bucket=self.options.bucket)
+        return map(self._draw, itertools.count(index + 1))
 
     def close(self) -> None:
         self._drawer.close()
 
     def _draw(self, index: int) -> Scenario:
-        return generate.draw(self.options.seed, index, self.options.worlds, bucket=self.options.bucket)
+        options = self.options
+        return generate.draw(options.seed, index, options.worlds, bucket=options.bucket, extension=self._extension)
 
 
 class _Listed:
@@ -319,11 +323,14 @@ class _Listed:
             self.cases += cases
         self.total = len(self.cases)
 
+    def extend(self, extension: Extension) -> None:
+        """A given list is as it is."""
+
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         return self.cases[index]
 
-    def smaller(self, index: int, fails: Callable[[Scenario], bool]) -> None:
-        """A given list is not made smaller."""
+    def others(self, index: int) -> Iterator[Scenario]:
+        return iter(self.cases[index + 1 :])
 
     def close(self) -> None:
         """Nothing runs."""
@@ -351,29 +358,29 @@ def _check_memory(parameters: tuple[Parameter, ...], world: int, bucket: int, wh
 # --- the search for a violation ---------------------------------------------------------------------------------------
 
 
-class _TimeUp(BaseException):
-    """Raised inside Hypothesis to end shrinking; no Exception, so that it is not taken for a failing example."""
-
-
 class _Search:
     def __init__(
         self,
         options: CampaignOptions,
         observer: Observer,
         evaluator: Evaluator,
-        tally: _Tally,
+        tally: Tally,
         source: _Source,
+        tier: Callable[[], Evaluator] | None = None,
     ) -> None:
         self.options = options
         self.observer = observer
         self.evaluator = evaluator
         self.tally = tally
         self.source = source
-        self.best: _Found | None = None
+        self.tier = tier
+        self.num_exact = self.num_related = 0
+        self.related_at = 0
+        self.explainer = Explainer(observer, evaluator, tally.checks, shrink_s=options.shrink_s)
         self.pace = Pace(evaluator.lanes)
         self.last: dict[int, Scenario] = {}  # world -> the scenario its ranks ran last
 
-    def run(self) -> _Found | None:
+    def run(self) -> Found | None:
         """The first violation, made small; None when all scenarios hold.
 
         What ran beside a scenario that fails counts only if it comes before that.
@@ -386,7 +393,13 @@ class _Search:
                 self.observer.example(index, self.source.total, scenario.world, scenario, rate)
                 evaluation = self._counted(index, scenario, next(evaluations))
                 if evaluation.conclusion is Conclusion.VIOLATED:
-                    return self._explain(index, scenario, evaluation)
+                    smaller, others = self._smaller(scenario), self.source.others(index)
+                    return self.explainer.explain(
+                        scenario, evaluation, smaller, others=others, limit_s=self._seconds_left()
+                    )
+                found = self._relate(scenario, evaluation)
+                if found is not None:
+                    return found
         return self._crashed_afterwards()
 
     def _counted(self, index: int, scenario: Scenario, evaluation: Evaluation) -> Evaluation:
@@ -396,17 +409,56 @@ class _Search:
         self.tally.add(scenario, evaluation)
         self.pace.ran(cost(scenario), evaluation.seconds)
         if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
-            evaluation = _repeated(self.evaluator, scenario, evaluation, self.tally, times=1)
+            evaluation = repeated(self.evaluator, scenario, evaluation, self.tally.checks, times=1)
         if index % CLOSELY_EVERY == CLOSELY_EVERY - 1:
             evaluation = self.evaluator.closely(scenario, evaluation)
         return evaluation
 
-    def _crashed_afterwards(self) -> _Found | None:
+    def _relate(self, scenario: Scenario, evaluation: Evaluation) -> Found | None:
+        """Some scenarios are held against a related one, as soon as one comes to which a relation applies.
+
+        Relations take turns.
+        """
+        if evaluation.conclusion is not Conclusion.HOLDS or scenario.values.domain is Domain.GENERAL:
+            return None
+        self.num_exact += 1
+        if self.num_exact < self.related_at + RELATE_EVERY:
+            return None
+        relations, turn = list(Relation), self.num_related
+        for number in range(len(relations)):
+            relation = relations[(turn + number) % len(relations)]
+            runs = RelatedEvaluator(self.evaluator, RelationReference(relation, turn, self.options.worlds), self.tier)
+            seen = runs.relate(scenario, evaluation)
+            if seen.evaluation.conclusion is Conclusion.VIOLATED:
+                return self._explain_related(scenario, runs, seen)
+            if seen.compared:
+                self.tally.checks[Property.INVARIANCE.value] += 1
+                self.related_at, self.num_related = self.num_exact, turn + 1
+                return None
+        return None
+
+    def _explain_related(self, scenario: Scenario, runs: RelatedEvaluator, seen: Related) -> Found:
+        checks, shrink_s = self.tally.checks, self.options.shrink_s
+        self.explainer = Explainer(self.observer, runs, checks, shrink_s=shrink_s, relation=runs.reference)
+        smaller = self._smaller(scenario)
+        found = self.explainer.explain(scenario, seen.evaluation, smaller, limit_s=self._seconds_left())
+        other = runs.other(found.scenario)
+        if seen.broken or other is None or property_of(found.evaluation) is Property.DETERMINISM:
+            return found
+        # The other scenario is wrong by itself: the case is that one alone.
+        return Found(other, self.evaluator.attributed(other, found.evaluation))
+
+    def _smaller(self, scenario: Scenario) -> Smaller:
+        """Within what was asked for: its worlds, and its bucket size where one was given."""
+        given = self.options
+        return functools.partial(smallest, scenario, worlds=given.worlds, keep_bucket=given.bucket is not None)
+
+    def _crashed_afterwards(self) -> Found | None:
         """A rank may also end when it has sent its last verdict."""
         for world, scenario in self.last.items():
             evaluation = self.evaluator.crashed_when_idle(world)
             if evaluation is not None:
-                return _Found(scenario, evaluation)
+                return Found(scenario, evaluation)
         return None
 
     def _chunks(self) -> Iterator[tuple[int, list[Scenario]]]:
@@ -432,89 +484,8 @@ class _Search:
             yield index, chunk
             index += len(chunk)
 
-    def _explain(self, index: int, scenario: Scenario, evaluation: Evaluation) -> _Found:
-        self.best = _Found(scenario, evaluation)
-        # Each further try of a case that hangs would cost a whole time-out; one that is unsteady has been run twice.
-        if evaluation.hung:
-            self.observer.note(
-                "a hang is neither run again nor made smaller: each try would take as long; try `replay`"
-            )
-        if evaluation.hung or _property(evaluation) is Property.DETERMINISM:
-            return self.best
-        confirmed = _repeated(self.evaluator, scenario, evaluation, self.tally)
-        self.best = _Found(scenario, confirmed)
-        if _property(confirmed) is not Property.DETERMINISM:
-            self._shrink(index, confirmed)
-        smallest = self.best
-        self.best = _Found(smallest.scenario, self.evaluator.attributed(smallest.scenario, smallest.evaluation))
-        return self.best
-
-    def _shrink(self, index: int, first: Evaluation) -> None:
-        """Make it smaller, as long as it violates the same property and the rank can still be told, if it could be."""
-        prop, told = _property(first), _names_a_rank(first)
-        deadline = time.monotonic() + min(self.options.shrink_s, self._seconds_left())
-        tried = 0
-
-        def fails(scenario: Scenario) -> bool:
-            nonlocal tried
-            raise_if_interrupted()
-            if time.monotonic() > deadline:
-                raise _TimeUp
-            tried += 1
-            evaluation = self.evaluator.evaluate(scenario)
-            if evaluation.conclusion is not Conclusion.VIOLATED or _property(evaluation) is not prop:
-                return False
-            if told and not _names_a_rank(evaluation):
-                return False  # of two ranks whose collectives differ nobody can tell which is wrong
-            self.best = _Found(scenario, evaluation)
-            self.observer.shrinking(tried, scenario)
-            if evaluation.hung:
-                raise _TimeUp
-            return True
-
-        try:
-            self.source.smaller(index, fails)
-        except _TimeUp:
-            self.observer.note(f"shrinking stopped after {tried} tries: the case may not be the smallest")
-
     def _seconds_left(self) -> float:
         return math.inf if self.options.seconds is None else max(self.options.seconds - self.tally.elapsed, 0.0)
-
-
-def _repeated(
-    evaluator: Evaluator, scenario: Scenario, first: Evaluation, tally: _Tally, times: int = REPLAYS
-) -> Evaluation:
-    """Run a scenario again: ``first`` when every run gives the same, else a violation of ``determinism``."""
-    if first.conclusion is Conclusion.UNSUPPORTED:
-        return first
-    runs = [first]
-    for _ in range(times):
-        again = evaluator.evaluate(scenario)
-        runs.append(again)
-        tally.checks[Property.DETERMINISM.value] += 1
-        if again.fingerprint != first.fingerprint:
-            return _unsteady(runs)
-    return first
-
-
-def _unsteady(runs: list[Evaluation]) -> Evaluation:
-    failed = [run for run in runs if run.conclusion is Conclusion.VIOLATED]
-    if failed and failed[0].divergence is not None:
-        found = failed[0].divergence
-        if len(failed) < len(runs):
-            text = f"failed {len(failed)} of {len(runs)} runs of one case"
-        else:
-            text = f"{len(runs)} runs of one case failed in different ways"
-        message = f"{text}; one of them: {found.property.value} at stage {found.stage.value}: {found.message}"
-        found = msgspec.structs.replace(found, property=Property.DETERMINISM, message=message)
-        return Evaluation(Conclusion.VIOLATED, found, output=failed[0].output)
-    if all(run.fingerprint[:-1] == runs[0].fingerprint[:-1] for run in runs):
-        # A simulated world chooses by the seed alone; what the ranks do is up to the subject.
-        message = f"{len(runs)} runs of one case gave the same bits, but their ranks did not wait in the same places"
-    else:
-        message = f"{len(runs)} runs of one case gave different bits, each within what rounding allows"
-    found = Divergence(property=Property.DETERMINISM, stage=Stage.NORM, message=message)
-    return Evaluation(Conclusion.VIOLATED, found)
 
 
 def _require_hit(scenario: Scenario, evaluation: Evaluation) -> None:
@@ -525,21 +496,13 @@ def _require_hit(scenario: Scenario, evaluation: Evaluation) -> None:
         )
 
 
-def _names_a_rank(evaluation: Evaluation) -> bool:
-    return evaluation.divergence is not None and evaluation.divergence.rank is not None
-
-
-def _property(evaluation: Evaluation) -> Property | None:
-    return None if evaluation.divergence is None else evaluation.divergence.property
-
-
 # --- the result -------------------------------------------------------------------------------------------------------
 
 # What every subject is asked for, so what a full campaign must have checked at least once.
 APPLICABLE = tuple(Property)
 
 
-def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
+def undecided_reason(options: CampaignOptions, tally: Tally) -> str | None:
     """Why a campaign without a violation is no pass: it compared nothing, or a full one left something out."""
     if tally.num_run == 0:
         outside = f" (all {tally.discarded} drawn lie outside the subject's space)" if tally.discarded else ""
@@ -549,7 +512,7 @@ def _undecided_reason(options: CampaignOptions, tally: _Tally) -> str | None:
     full = tally.num_run + tally.discarded >= FULL_CAMPAIGN and {3, 4} <= set(options.worlds)
     if not full or options.parameters is not None:
         return None
-    wanted = required(options.worlds, options.bucket)
+    wanted = required(options.worlds, options.bucket, tally.extension)
     missing = [situation.value for situation in Situation if situation in wanted and not tally.reached[situation.value]]
     # What every scenario that had it was declined for lies outside the subject's space; all else had to be reached.
     missing = [name for name in missing if not tally.declined[name]]
@@ -565,14 +528,15 @@ def _compared_nothing(checks: Mapping[str, int]) -> bool:
     return not checks.get(Property.WEIGHTS.value) and not checks.get(Property.INTAKE.value)
 
 
-def _result(
+def result_of(
     options: CampaignOptions,
-    tally: _Tally,
-    found: _Found | None,
+    tally: Tally,
+    found: Found | None,
     reason: str | None,
     interrupted: bool,
     replayed: tuple[codec.Case, Path] | None = None,
 ) -> Result:
+    """The result of what was tallied; a violation is saved as a case."""
     elapsed = tally.elapsed
     per_world = {
         world: WorldExamples(count, count / max(tally.seconds[world], 1e-9))
@@ -593,31 +557,33 @@ def _result(
         oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties={prop.value: tally.checks[prop.value] for prop in Property},
         reached={situation.value: tally.reached[situation.value] for situation in Situation},
+        margin=tally.margin,
         changed=dict(tally.changed),
         recycled=tuple(tally.recycled),
         versions=results.versions(),
-        failure=None if found is None else _failure(options, found, replayed),
+        failure=None if found is None else saved_failure(options, found, replayed),
         reason=reason,
         interrupted=interrupted,
     )
 
 
-def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case, Path] | None) -> Failure:
+def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.Case, Path] | None = None) -> Failure:
+    """A violation for people and programs; its case is saved, unless it came out of a file."""
     divergence = found.evaluation.divergence
     if divergence is None:
         raise ValueError("a violation without a divergence")
     summary = divergence.summary()
     subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
     path: Path | None = None
-    note = ""
+    note = "" if found.cut_short is None else f" ({found.cut_short})"
     if replayed is not None:
         named, path = replayed[0].subject, replayed[1]
     else:
         named = subject
         try:
-            path = codec.save(codec.Case(found.scenario, subject, summary), options.report)
+            path = codec.save(codec.Case(found.scenario, subject, summary, found.relation), options.report)
         except (OSError, ValueError) as error:
-            note = f" (the case could not be saved: {error})"
+            note += f" (the case could not be saved: {error})"
     name_subject = named != subject or not is_local(options.subject)
     return Failure(
         **{**summary, "message": divergence.message + note},
@@ -625,8 +591,24 @@ def _failure(options: CampaignOptions, found: _Found, replayed: tuple[codec.Case
         output=found.evaluation.output or None,
         ranks=found.evaluation.accounts or None,
         case=None if path is None else os.fspath(path),
+        test=_test(
+            options, replayed[0] if replayed is not None else codec.Case(found.scenario, relation=found.relation), path
+        ),
         replay=None if path is None else _replay_command(options, path, name_subject=name_subject),
     )
+
+
+def _test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str | None:
+    given: dict[str, object] = {"backend": options.backend}
+    if options.order != DEFAULT_ORDER:
+        given["order"] = options.order
+    if options.schedule != DEFAULT_SCHEDULE:
+        given["schedule"] = options.schedule
+    if options.timeout_s is not None:
+        given["timeout_s"] = options.timeout_s
+    if options.stall_s is not None:
+        given["stall_s"] = options.stall_s
+    return pytest_test(case, path, options.subject.given, options.subject.args, given)
 
 
 def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from harness.faults import language
-from harness.report.result import Failure, Result
-from harness.scenario.model import Clip, Discard, Scenario, Values, steps
+from harness.report.result import Failure, FuzzSummary, Result
+from harness.scenario.model import Build, Clip, Discard, Load, Rate, Scenario, Skip, Values, steps
 from harness.verdict import Oracle, Property, RankAccount
 
 LINE_INTERVAL_S = 5.0
@@ -60,16 +60,22 @@ def visible(text: str) -> str:
 BOUND_LINE = "  bound        no fixed order of addition explains these: right within rounding, not bit for bit"
 
 
+_SHOWN = {Clip: "clip", Discard: "discard", Skip: "skip", Rate: "new rate", Load: "load"}
+
+
 def describe(scenario: Scenario) -> str:
     """A scenario in a few words: world, sizes, bucket, parts of each step, domain."""
     plans = list(steps(scenario))
     parts = ",".join(str(len(plan.parts)) for plan in plans[:6]) + (",..." if len(plans) > 6 else "")
-    extras = [name for kind, name in ((Clip, "clip"), (Discard, "discard")) if _has(scenario, kind)]
+    extras = [name for kind, name in _SHOWN.items() if _has(scenario, kind)]
+    extras += [name for name in ("amsgrad", "maximize") if getattr(scenario.optimizer, name)]
+    if any(isinstance(operation, Build) for operation in scenario.operations[1:]):
+        extras.append("rebuild")
     words = [
         f"world {scenario.world}",
-        f"{_count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
+        f"{count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
         f"bucket {scenario.bucket:,}",
-        f"{_count(len(plans), 'step')} ({parts} parts)",
+        f"{count(len(plans), 'step')} ({parts} parts)",
         _domain(scenario.values),
         *extras,
         *(f"fault: {language.text(fault)}" for fault in scenario.faults),
@@ -120,7 +126,7 @@ class ProgressReport:
             console=self._console,
         )
         self._task = self._bar.add_task("verify", total=None, rate="starting ranks", left="")
-        if _is_terminal(stream):
+        if is_terminal(stream):
             self._live = Live(
                 Group(self._bar, self._now),
                 console=self._console,
@@ -199,7 +205,7 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
         lines.append((_labelled("reason", result.reason), ""))
     if campaign:
         for world, examples in sorted(result.examples.per_world.items()):
-            lines.append((f"  world {world:<6} {_count(examples.count, 'example')}, {examples.rate:.1f}/s", ""))
+            lines.append((f"  world {world:<6} {count(examples.count, 'example')}, {examples.rate:.1f}/s", ""))
     lines.append((f"  checked      {_counts(result.properties)}", ""))
     unchecked = [item.value for item in Property if not result.properties.get(item.value)]
     complete = result.failure is None  # after a failure the campaign stopped: what it left out says nothing
@@ -210,19 +216,41 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
     if oracles[Oracle.BOUND.value]:
         lines.append((BOUND_LINE, ""))
     if campaign:
-        lines.append(
-            (f"  reached      {_count(sum(1 for count in result.reached.values() if count), 'situation')}", "")
-        )
+        lines.append((f"  reached      {count(sum(1 for count in result.reached.values() if count), 'situation')}", ""))
         if missing and complete:
             lines.append((f"  not reached  {', '.join(missing)}", ""))
+    if result.margin is not None:
+        lines.append((f"  margin       the largest error was {result.margin:.3g} of its bound", ""))
+    if result.fuzz is not None:
+        lines.extend((line, "") for line in _fuzz_lines(result.fuzz))
     if result.changed:
         lines.append((f"  put back     {_counts(result.changed)}", ""))
     if result.recycled:
-        times = _count(len(result.recycled), "time")
+        times = count(len(result.recycled), "time")
         lines.append((f"  replaced     the ranks of a world, {times}; the first: {result.recycled[0]}", ""))
     if result.failure is not None:
         lines.append(("", ""))
         lines.extend((line, "") for line in failure_lines(result.failure))
+    return lines
+
+
+def _fuzz_lines(fuzz: FuzzSummary) -> list[str]:
+    """What only a fuzz campaign has; of several findings each is a line, the first one is told in full below."""
+    before = f", {fuzz.resumed:,} of them before" if fuzz.resumed else ""
+    lines = [_labelled("rounds", f"{fuzz.rounds:,}{before}, kept in {fuzz.directory}, ids {fuzz.ids_digest}")]
+    if fuzz.required:
+        reached = fuzz.required - len(fuzz.missing)
+        lines.append(_labelled("required", f"{reached} of {fuzz.required} situations reached"))
+    if fuzz.slowest is not None:
+        lines.append(_labelled("slowest", f"{fuzz.slowest.seconds:.2f} s: {fuzz.slowest.scenario}"))
+    if len(fuzz.findings) > 1:
+        lines.append(_labelled("findings", str(len(fuzz.findings))))
+        for failure in fuzz.findings:
+            symptom = f", {failure.symptom}" if failure.symptom else ""
+            case = "" if failure.case is None else f": {failure.case}"
+            lines.append(_labelled("", _unbroken(f"{failure.property} at {failure.stage}{symptom}{case}")))
+            if failure.replay is not None:
+                lines.append(_labelled("", f"  {_unbroken(failure.replay)}"))
     return lines
 
 
@@ -234,13 +262,15 @@ def failure_lines(failure: Failure) -> list[str]:
         ("step", failure.step),
         ("stage", failure.stage),
         ("rank", failure.rank),
-        ("parameter", None if failure.parameter is None else _unbroken(failure.parameter)),
-        ("element", failure.element),
+        ("parameter", _parameter(failure)),
+        ("element", _element(failure)),
         ("bucket", failure.bucket),
         ("owner", None if failure.owner is None else f"rank {failure.owner}"),
         ("expected", _value(failure.expected, failure.expected_bits)),
         ("actual", _value(failure.actual, failure.actual_bits, failure.ulps)),
-        ("mismatches", None if failure.mismatches is None else _count(failure.mismatches, "element")),
+        ("mismatches", None if failure.mismatches is None else count(failure.mismatches, "element")),
+        ("pattern", failure.pattern),
+        ("inputs", failure.inputs),
         ("symptom", failure.symptom),
         ("message", None if failure.message is None else "\n".join(map(_cut, failure.message.split("\n")[:10]))),
         ("scenario", failure.scenario),
@@ -252,10 +282,28 @@ def failure_lines(failure: Failure) -> list[str]:
     lines.extend(line for account in failure.ranks or () for line in _account(account))
     if failure.output and failure.output.strip():
         lines.extend(_output(failure.output))
-    for label, value in (("case", failure.case), ("replay", failure.replay)):
-        if value is not None:
-            lines.append(_labelled(label, _unbroken(value)))
+    if failure.case is not None:
+        lines.append(_labelled("case", _unbroken(failure.case)))
+    if failure.test is not None:
+        # To be copied: at the left margin. Whatever a case names is escaped in it.
+        lines.append(_labelled("test", "paste this into a file of tests:"))
+        lines.extend(["", *failure.test.splitlines(), ""])
+    if failure.replay is not None:
+        lines.append(_labelled("replay", _unbroken(failure.replay)))
     return lines
+
+
+def _parameter(failure: Failure) -> str | None:
+    if failure.parameter is None:
+        return None
+    name = _unbroken(failure.parameter)
+    return name if failure.index is None else f"{name} (number {failure.index} of the list)"
+
+
+def _element(failure: Failure) -> str | None:
+    if failure.element is None:
+        return None
+    return f"{failure.element}" if failure.offset is None else f"{failure.element} (offset {failure.offset:,} of all)"
 
 
 def _account(account: RankAccount) -> list[str]:
@@ -304,7 +352,7 @@ def _headline(result: Result) -> str:
     worlds = ",".join(map(str, result.worlds))
     discarded = f", {examples.discarded:,} discarded" if examples.discarded else ""
     rate = f" ({result.examples_per_second:.1f}/s)" if examples.run > 1 else ""
-    ran = f"{_count(examples.run, 'example')} in {duration(result.seconds)}{rate}{discarded}"
+    ran = f"{count(examples.run, 'example')} in {duration(result.seconds)}{rate}{discarded}"
     verdict = f"{result.verdict}, interrupted" if result.interrupted else result.verdict
     simulated = f" ({result.order} order, {result.schedule} schedule)" if result.order is not None else ""
     where = f"{result.backend}{simulated}, world {worlds}"
@@ -317,7 +365,7 @@ def _value(value: float | str | None, bits: str | None, ulps: int | None = None)
     shown = repr(value) if isinstance(value, float) else str(value)
     details = [] if bits is None else [f"bits {bits}"]
     if ulps is not None:
-        details.append(f"{_count(ulps, 'ulp')} off")
+        details.append(f"{count(ulps, 'ulp')} off")
     return f"{shown} ({', '.join(details)})" if details else shown
 
 
@@ -341,7 +389,8 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in order.items()) or "nothing"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """``1 round``, ``2 rounds``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -349,5 +398,6 @@ def _has(scenario: Scenario, kind: type) -> bool:
     return any(isinstance(operation, kind) for operation in scenario.operations)
 
 
-def _is_terminal(stream: IO[str]) -> bool:
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether a stream can show what redraws itself."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

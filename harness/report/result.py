@@ -52,10 +52,13 @@ class Examples(Struct, frozen=True, kw_only=True):
 class Failure(Struct, frozen=True, kw_only=True):
     """The first divergence of the smallest failing case. What does not apply is None.
 
-    Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``*_bits`` are hex
-    strings. ``message`` is one sentence, ``scenario`` the case in a few words, ``output`` the end of what the ranks
-    printed, ``case`` the saved case's path, ``replay`` the command that runs it again. ``ranks`` says of each rank how
-    it ended and where it was, where that is what failed (progress, traffic).
+    Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``index`` the place of
+    that parameter in the list, ``offset`` the position in the vector of all elements, ``*_bits`` are hex strings.
+    ``pattern`` says where the mismatches lie, ``inputs`` whether what the stage was given agreed, ``symptom`` the one
+    kind of mistake that explains all of them (``symptoms_possible``: several that do). ``message`` is one sentence,
+    ``scenario`` the case in a few words, ``output`` the end of what the ranks printed, ``case`` the saved case's path,
+    ``test`` a file of tests that runs it, ready to paste, ``replay`` the command that runs it again. ``ranks`` says of
+    each rank how it ended and where it was, where that is what failed (progress, traffic).
     """
 
     property: str
@@ -72,13 +75,47 @@ class Failure(Struct, frozen=True, kw_only=True):
     actual_bits: str | None = None
     ulps: int | None = None
     mismatches: int | None = None
+    index: int | None = None
+    offset: int | None = None
+    pattern: str | None = None
+    inputs: str | None = None
     symptom: str | None = None
+    symptoms_possible: tuple[str, ...] | None = None
     message: str | None = None
     scenario: str | None = None
     output: str | None = None
     case: str | None = None
+    test: str | None = None
     replay: str | None = None
     ranks: tuple[RankAccount, ...] | None = None
+
+
+class Slowest(Struct, frozen=True, kw_only=True):
+    """The scenario that took longest: its id, in a few words, and seconds."""
+
+    id: str
+    scenario: str
+    seconds: float
+
+
+class FuzzSummary(Struct, frozen=True, kw_only=True):
+    """What only `fuzz` has.
+
+    ``rounds``: done in all, ``resumed`` of them by earlier runs of this campaign; ``workers``: how many ran rounds.
+    ``ids_digest``: of the ids of all scenarios of the rounds done, in order: equal for two campaigns of one seed that
+    did the same rounds. ``findings``: distinct violations, of which `failure` is the first. ``directory``: where it
+    resumes from. ``required``: how many situations a full campaign must reach, ``missing``: those not reached.
+    """
+
+    rounds: int
+    workers: int
+    resumed: int
+    ids_digest: str
+    findings: tuple[Failure, ...]
+    slowest: Slowest | None
+    required: int
+    missing: tuple[str, ...]
+    directory: str
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -88,7 +125,8 @@ class Result(Struct, frozen=True, kw_only=True):
     ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
     ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
     own (and what was put back) -> scenarios in which it did. ``recycled``: for each time that ranks were replaced
-    because of what had piled up in them, why. ``reason`` says why the verdict is unknown, else None.
+    because of what had piled up in them, why. ``reason`` says why the verdict is unknown, else None. ``margin``: the
+    largest error of a comparison with a bound in terms of that bound; None when there was none.
     """
 
     verdict: Verdict
@@ -110,6 +148,8 @@ class Result(Struct, frozen=True, kw_only=True):
     interrupted: bool = False
     order: str | None = None
     schedule: str | None = None
+    margin: float | None = None
+    fuzz: FuzzSummary | None = None
     schema: int = SCHEMA
 
     @property

@@ -38,7 +38,7 @@ from harness.sim.turn import Turn, lane_directory
 from harness.sim.world import RankEnded, SimWorld, Watcher, WorldOutcome
 from harness.subjects.builtin import BUILTIN, capabilities
 from harness.subjects.copies import RankModules
-from harness.subjects.load import SubjectError, load_class
+from harness.subjects.load import SubjectError, declared, load_class
 from harness.verdict import Property, RankStatus, RankVerdict
 
 _DEVICE = "cpu"
@@ -166,10 +166,12 @@ class _Host:
 
     def _check(self, subject: SubjectName) -> SubjectCheck:
         try:
-            self._modules(subject, contextvars.copy_context())
+            modules = self._modules(subject, contextvars.copy_context())
+            cls = modules.load(0)
+            modules.use(None)
+            return SubjectCheck(None, declared(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
-        return SubjectCheck(None)
 
 
 class _World(Watcher):

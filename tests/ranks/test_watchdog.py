@@ -106,14 +106,14 @@ def test_a_computation_that_moves_may_take_long(pool: RankPool) -> None:
     sign = pool.directory / "moved"
     limits = Watch(lambda rank: sign.read_text() if sign.exists() else None, NEVER_S, LIMIT_S)
 
-    outcome = pool.run(1, order("compute_and_move", steps=12, step_s=LIMIT_S / 3), timeout_s=HOURS_S, watch=limits)
+    outcome = pool.run(1, order("compute_and_move", steps=8, step_s=LIMIT_S / 3), timeout_s=HOURS_S, watch=limits)
 
     assert replies(outcome) == [b"done"]
 
 
 def test_a_computation_in_new_functions_may_take_long(pool: RankPool) -> None:
     """Its stacks alone show that it gets on; a collective in which a rank is asked for its own is not disturbed."""
-    task = order("compute_in_new_functions", steps=8, step_s=0.75, ranks=[1], otherwise={"do": "sum"})
+    task = order("compute_in_new_functions", steps=6, step_s=0.75, ranks=[1], otherwise={"do": "sum"})
 
     outcome = pool.run(2, task, timeout_s=HOURS_S, watch=watch(blocked_s=NEVER_S, computing_s=3.0))
 
@@ -122,8 +122,12 @@ def test_a_computation_in_new_functions_may_take_long(pool: RankPool) -> None:
 
 def test_who_waits_for_a_child_that_computes_is_not_blocked(pool: RankPool) -> None:
     """The child's time counts as the rank's: as computing, and against that limit."""
-    good = pool.run(1, order("wait_for_child", cpu_s=4.0), timeout_s=HOURS_S, watch=watch(computing_s=NEVER_S))
-    bad = run_and_replace(pool, 1, order("wait_for_child", cpu_s=NEVER_S), watch(blocked_s=NEVER_S))
+    good = pool.run(
+        1, order("wait_for_child", cpu_s=2.0 * LIMIT_S), timeout_s=HOURS_S, watch=watch(computing_s=NEVER_S)
+    )
+    bad = run_and_replace(
+        pool, 1, order("wait_for_child", cpu_s=NEVER_S), watch(blocked_s=NEVER_S, computing_s=LIMIT_S / 2)
+    )
 
     assert replies(good) == [b"done"]
     assert ends(bad) == [RankEnd.STALLED]

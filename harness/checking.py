@@ -1,0 +1,115 @@
+"""One saved case as an assertion, for tests of one's own: ``harness.check_case``. No torch is imported here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness import inputs
+from harness.evaluate import Pool, UndecidedError
+from harness.report.console import describe, failure_lines
+from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
+from harness.scenario import codec
+from harness.scenario.model import Scenario
+from harness.subjects.source import Scalar, SubjectSource, from_case, parse
+
+REGRESSIONS = Path(__file__).parent / "regressions"
+"""Cases that each showed a bug once, in some class: all of them must hold for a class that is right."""
+
+_DEFAULT_SUBJECT = "zero2"
+_INLINE = Path("case")
+
+
+class _Silent:
+    """An observer that shows nothing."""
+
+    def started(self, options: CampaignOptions) -> None: ...
+
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None: ...
+
+    def shrinking(self, tried: int, best: Scenario) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def check_case(
+    case: Path | str | Mapping[str, Any] | Scenario,
+    *,
+    subject: str | None = None,
+    subject_args: Mapping[str, Scalar] | None = None,
+    backend: str = "sim",
+    order: str | None = None,
+    schedule: str | None = None,
+    timeout_s: float | None = None,
+    stall_s: float | None = None,
+    pool: Pool | None = None,
+) -> None:
+    """Run one saved case as ``replay`` does, in processes of its own, which have ended when this returns.
+
+    Args:
+        case: the path of a case file, its text, its decoded JSON, or a scenario.
+        subject: as ``--subject`` has it; None: the one that the case names, as far as ``replay`` would import it.
+        subject_args: further keyword arguments of its constructor.
+        backend: ``"sim"``, ``"gloo"`` or ``"nccl"``.
+        order, schedule: of a simulated world, see :mod:`harness.sim.choices`.
+        timeout_s, stall_s: as ``--timeout`` and ``--stall``.
+        pool: ranks of this backend that stay warm over many cases (:func:`harness.evaluate.start_pool`).
+
+    Raises:
+        AssertionError: it is violated; the text is what ``replay`` prints of the failure.
+        UndecidedError: nothing can be said, and why.
+        UsageError: the case or the subject cannot be used.
+    """
+    __tracebackhide__ = True  # pytest then shows the test's own line
+    loaded, path = _loaded(case)
+    inputs.check_choices(backend, order, schedule)
+    if pool is None:
+        inputs.check_backend(backend, (loaded.scenario.world,))
+    options = CampaignOptions(
+        subject=_subject(loaded, subject, dict(subject_args or {})),
+        worlds=(loaded.scenario.world,),
+        backend=backend,
+        seed=loaded.scenario.seed,
+        examples=1,
+        seconds=None,
+        bucket=None,
+        parameters=None,
+        report=inputs.DEFAULT_REPORT,
+        timeout_s=timeout_s,
+        stall_s=stall_s,
+        order=order or DEFAULT_ORDER,
+        schedule=schedule or DEFAULT_SCHEDULE,
+    )
+    result = replay_case(loaded, path or _INLINE, options, _Silent(), pool)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    what = f"{options.subject.given} on {backend}, {describe(loaded.scenario)}"
+    if result.failure is not None:
+        failure = msgspec.structs.replace(result.failure, test=None)
+        if path is None:
+            failure = msgspec.structs.replace(failure, case=None, replay=None)
+        raise AssertionError("\n".join([f"violated: {what}", *failure_lines(failure)]))
+    if result.verdict != "holds":
+        raise UndecidedError(f"unknown: {what}: {result.reason}")
+
+
+def _loaded(case: Path | str | Mapping[str, Any] | Scenario) -> tuple[codec.Case, Path | None]:
+    """The case, and the file that it is in."""
+    if isinstance(case, Scenario):
+        return codec.Case(case), None
+    if isinstance(case, Mapping):
+        return codec.decode(json.dumps(case).encode(), "the case"), None
+    if isinstance(case, str) and case.lstrip().startswith("{"):
+        return codec.decode(case.encode(), "the case"), None
+    return codec.load(Path(case)), Path(case)
+
+
+def _subject(case: codec.Case, given: str | None, args: dict[str, Scalar]) -> SubjectSource:
+    named = case.subject
+    if given is not None or named is None:
+        return parse(_DEFAULT_SUBJECT if given is None else given, args)
+    return from_case(named.given, named.absolute, {**named.args, **args})

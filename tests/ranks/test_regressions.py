@@ -1,0 +1,61 @@
+"""The cases of ``harness/regressions`` hold on ``zero2``, and still show the bug that each of them came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import check_case
+from harness.checking import REGRESSIONS
+from harness.evaluate import Pool
+from harness.scenario import codec
+from harness.scenario.model import MAX_WORLD
+from tests.subjects.catalogue import BROKEN, SAVED
+from tests.support import SUBJECTS, sampled
+
+CASES = sorted(REGRESSIONS.glob("*.json"))
+EXPECTED = {each.name: each for each in BROKEN}
+
+
+@pytest.fixture(autouse=True)
+def _run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of five times."""
+    monkeypatch.setattr("harness.explain.REPLAYS", 1)
+
+
+def test_every_case_has_a_class_that_it_came_from() -> None:
+    assert {path.stem for path in CASES} == set(SAVED)
+    assert len(CASES) >= 20
+    for path in CASES:
+        case = codec.load(path)
+        assert case.subject == codec.SubjectReference("zero2", "zero2")
+        assert case.scenario.world <= 4 < MAX_WORLD
+        assert case.scenario.numel <= 16
+
+
+def test_no_case_is_another_one() -> None:
+    scenarios = [codec.encode(codec.Case(codec.load(path).scenario)) for path in CASES]
+    assert len(set(scenarios)) == len(scenarios)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_zero_master_holds_in_a_simulated_world(path: Path, simulated_pool: Pool) -> None:
+    check_case(path, pool=simulated_pool)
+
+
+@pytest.mark.parametrize("path", sampled(CASES, 3), ids=lambda path: path.stem)
+def test_zero_master_holds_on_real_ranks(path: Path, scenario_pool: Pool) -> None:
+    check_case(path, backend="gloo", pool=scenario_pool)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_the_class_that_it_came_from_is_still_wrong(path: Path, simulated_pool: Pool) -> None:
+    """A case that shows nothing any more is no regression test."""
+    broken = EXPECTED[SAVED[path.stem]]
+    with pytest.raises(AssertionError) as raised:
+        check_case(path, subject=f"{SUBJECTS}/broken.py:{broken.name}", pool=simulated_pool)
+
+    lines = dict(line.split(maxsplit=1) for line in str(raised.value).splitlines() if len(line.split(maxsplit=1)) == 2)
+    assert lines["property"] in broken.properties
+    assert lines["stage"] in broken.stages
