@@ -16,6 +16,8 @@ from harness.sim.lanes import MAX_LANES
 
 # Measured with torch 2.13 on the CPU: the process that ranks are forked from (294 MiB), and this one (37 MiB).
 _BASE_BYTES = 384 * 2**20
+# A worker of a fuzz campaign, which draws.
+_WORKER_BYTES = 128 * 2**20
 # A rank has 4 threads, and a descriptor for each other rank and 12 more; the rest is for what the subject opens.
 _RANK_THREADS = 4
 _MORE_THREADS = 16
@@ -105,6 +107,33 @@ def simulation_lanes(worlds: Sequence[int], scenario_bytes: int = 0) -> int:
     if left is not None:
         fits.append((left - _MORE_THREADS) // (world + _RANK_THREADS) - 1)
     return max(1, min(fits))
+
+
+def fuzz_workers(backend: str, worlds: Sequence[int], asked: int | None) -> int:
+    """How many workers of a fuzz campaign may run side by side, each with ranks of its own.
+
+    Args:
+        backend: ``sim``, or one whose ranks are processes.
+        worlds: Any of these may run in each.
+        asked: What the user wants; None: as many as cores and memory suffice for, at least 1.
+
+    Raises:
+        UsageError: there is not enough memory for so many as were asked for.
+    """
+    cores, world = len(os.sched_getaffinity(0)), max(worlds)
+    if backend == "sim":
+        ranks, wanted = PROCESS_BYTES + world * _SIMULATED_RANK_BYTES, cores
+    else:
+        ranks, wanted = sum(worlds) * PROCESS_BYTES, cores // world
+    each, available = _BASE_BYTES + _WORKER_BYTES + ranks, available_memory()
+    if asked is None:
+        return max(1, min(wanted, available // each))
+    if asked > 1 and asked * each > available:
+        raise UsageError(
+            f"--workers {asked}: they need about {asked * each / 2**30:.1f} GiB of memory before they hold any tensor, "
+            f"{available / 2**30:.1f} GiB are available: use fewer"
+        )
+    return asked
 
 
 def available_memory() -> int:

@@ -25,7 +25,11 @@ from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
 
 DEFAULT_REPORT = Path("zero2-harness-cases")
+DEFAULT_FUZZ = Path(".zero2-fuzz")
 MAX_PROBED_WORLD = 8
+
+SCRATCH = ".zero2-*.tmp"
+"""Names of files that are being written, in the directory where they are to lie."""
 
 
 def worlds(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -63,10 +67,11 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[click.Context, click.Par
     return check
 
 
-def seconds(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
-    """A finite number of seconds above zero (an option's callback)."""
+def seconds(_ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """A finite number of seconds, or minutes, above zero (an option's callback)."""
     if value is not None and not (math.isfinite(value) and value > 0):
-        raise click.BadParameter(f"{value!r} is not a number of seconds above zero.")
+        unit = "minutes" if param.name == "minutes" else "seconds"
+        raise click.BadParameter(f"{value!r} is not a number of {unit} above zero.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The command line as its users run it: a process of its own, in an empty directory."""
+"""The command line as its users run it: a process of its own, in an empty directory; or in this process, for less."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from harness import cli as command_line
+from harness import runner
+from harness.launch.pool import RankPool
+from harness.soak import campaign as soak
+from tests.cli.canned import CANNED
+
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 280  # for what never ends: a busy machine takes many times what an idle one does
 
 
 class CommandLine:
@@ -64,6 +72,51 @@ def cli(tmp_path: Path) -> CommandLine:
     work = tmp_path / "work"
     work.mkdir()
     return CommandLine(work)
+
+
+class InProcess:
+    """Runs command lines in this process, from an empty directory: where the process is not what is tested."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.temporary = directory.parent / "tmp"
+        self.temporary.mkdir()
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+        monkeypatch.setenv("TMPDIR", str(self.temporary))
+        monkeypatch.setattr(tempfile, "tempdir", None)  # asked for again
+        monkeypatch.setattr(sys, "argv", ["harness/__main__.py"])
+        self.go_to(directory)
+
+    def go_to(self, directory: Path) -> None:
+        """Make it the current directory."""
+        self.directory = directory
+        self._monkeypatch.chdir(directory)
+
+    def run(self, *args: str, canned: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run to the end with output captured; with ``canned``, campaigns have a known outcome."""
+        if canned is not None:
+            self._monkeypatch.setattr(runner, "run_campaign", CANNED[canned])
+        self._capfd.readouterr()
+        code = command_line.main(args)
+        printed, complained = self._capfd.readouterr()
+        return subprocess.CompletedProcess(args, code, printed, complained)
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> InProcess:
+    """A command line of this process, in an empty directory ``work``."""
+    work = tmp_path / "work"
+    work.mkdir()
+    return InProcess(work, monkeypatch, capfd)
+
+
+@pytest.fixture
+def warm(inside: InProcess, scenario_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> InProcess:
+    """The same, whose campaigns, replays and soaks on gloo run on ranks that are there already."""
+    monkeypatch.setattr(runner, "run_campaign", partial(runner.run_campaign, pool=scenario_pool))
+    monkeypatch.setattr(runner, "replay_case", partial(runner.replay_case, pool=scenario_pool))
+    monkeypatch.setattr(soak, "run_soak", partial(soak.run_soak, pool=scenario_pool))
+    return inside
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import CommandLine
+    from tests.cli.conftest import CommandLine, InProcess
 
 # The command line, and what its line must say. FILE is a file, DIRECTORY a directory, in the working directory.
 BAD = [
@@ -109,24 +109,24 @@ FILES = {
 
 
 @pytest.fixture
-def work(cli: CommandLine) -> Path:
+def work(inside: InProcess) -> Path:
     for name, content in FILES.items():
-        (cli.directory / name).write_text(content)
-    (cli.directory / "DIRECTORY").mkdir()
-    return cli.directory
+        (inside.directory / name).write_text(content)
+    (inside.directory / "DIRECTORY").mkdir()
+    return inside.directory
 
 
 @pytest.mark.parametrize(("line", "said"), BAD, ids=[line or "nothing" for line, _ in BAD])
-def test_bad_input_is_one_line_and_exit_2(cli: CommandLine, work: Path, line: str, said: str) -> None:
+def test_bad_input_is_one_line_and_exit_2(inside: InProcess, work: Path, line: str, said: str) -> None:
     """The line names what is wrong; stdout stays empty; no file appears, not even for cases or tracebacks."""
     before = sorted(work.iterdir())
-    done = cli.run(*line.split())
+    done = inside.run(*line.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
     assert sorted(work.iterdir()) == before
-    assert list(cli.temporary.iterdir()) == []
+    assert list(inside.temporary.iterdir()) == []
 
 
 def test_a_hostile_file_name_cannot_write_to_the_terminal(cli: CommandLine) -> None:

@@ -13,7 +13,7 @@ from harness.scenario.situations import Situation
 from harness.verdict import Property
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import CommandLine
+    from tests.cli.conftest import CommandLine, InProcess
 
 VERBS = {
     "verify": "--subject --subject-arg --world --backend --order --schedule --examples --seconds --seed --preset "
@@ -23,6 +23,8 @@ VERBS = {
     "doctor": "--world --backend --json",
     "bench": "--subject --subject-arg --world --examples --seed --json",
     "soak": "--subject --subject-arg --world --backend --examples --every --seconds --seed --report --json --timeout",
+    "fuzz": "--subject --subject-arg --world --backend --minutes --examples --workers --seed --hypothesis-seed --dir "
+    "--fresh --keep-going --merge --report --json --timeout --stall",
     "list": "--json",
 }
 
@@ -36,9 +38,9 @@ def test_the_main_help_names_every_verb_and_the_exit_codes(cli: CommandLine) -> 
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_explains_its_options_with_an_example(cli: CommandLine, verb: str) -> None:
+def test_each_verb_explains_its_options_with_an_example(inside: InProcess, verb: str) -> None:
     """Complete: every option, one example, the exit codes."""
-    done = cli.run(verb, "--help")
+    done = inside.run(verb, "--help")
     assert done.returncode == 0
     assert all(option in done.stdout for option in VERBS[verb].split())
     assert f"zero2-harness {verb}" in done.stdout
@@ -51,9 +53,9 @@ def test_version(cli: CommandLine) -> None:
     assert done.stdout.startswith("zero2-harness ")
 
 
-def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
+def test_list_shows_all_there_is_and_json_the_same(inside: InProcess) -> None:
     """Names for --subject and --preset, and the words that results use."""
-    shown, listed = cli.run("list"), json.loads(cli.run("list", "--json", "-").stdout)
+    shown, listed = inside.run("list"), json.loads(inside.run("list", "--json", "-").stdout)
     assert set(listed) == {"subjects", "presets", "properties", "situations"}
     assert "zero2" in listed["subjects"]
     assert "gpt2" in listed["presets"]
@@ -64,7 +66,7 @@ def test_list_shows_all_there_is_and_json_the_same(cli: CommandLine) -> None:
         assert all(f"\n  {name}" in shown.stdout for name in names)
 
 
-@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "soak", "list"])
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "soak", "fuzz", "list"])
 def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
     """It would cost more than a second, and the parent must stay free of whatever torch starts."""
     modules = {
@@ -74,6 +76,7 @@ def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
         "doctor": "harness.doctor.examination, harness.doctor.show",
         "bench": "harness.bench.campaign, harness.bench.show",
         "soak": "harness.soak.campaign, harness.soak.show",
+        "fuzz": "harness.fuzz.campaign, harness.fuzz.show, harness.fuzz.worker",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
     }[verb]
     program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"

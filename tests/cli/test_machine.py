@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import sampled
+
 if TYPE_CHECKING:
-    from tests.cli.conftest import CommandLine
+    from tests.cli.conftest import CommandLine, InProcess
 
 SHORT = ("verify", "--world", "1", "--examples", "1", "--seed", "7")
 
@@ -37,7 +39,7 @@ def test_no_place_for_temporary_files(cli: CommandLine, verb: tuple[str, ...]) -
 
 @pytest.mark.parametrize(
     "verb",
-    [SHORT, ("train",), ("doctor",), ("bench",), ("replay", "/dev/null")],
+    sampled([SHORT, ("train",), ("doctor",), ("bench",), ("replay", "/dev/null")], every=2),
     ids=lambda verb: verb[0],
 )
 def test_a_current_directory_that_is_gone(cli: CommandLine, verb: tuple[str, ...]) -> None:
@@ -47,7 +49,9 @@ def test_a_current_directory_that_is_gone(cli: CommandLine, verb: tuple[str, ...
     assert "the current directory cannot be used" in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["verify --world 1,2,3,4", "doctor", "bench", "train", "replay case.json"])
+@pytest.mark.parametrize(
+    "verb", sampled(["verify --world 1,2,3,4", "doctor", "bench", "train", "replay case.json"], every=2)
+)
 def test_more_ranks_than_descriptors(cli: CommandLine, verb: str) -> None:
     """Refused with the estimate, before any process is started."""
     (cli.directory / "case.json").write_text(json.dumps(CASE))
@@ -63,13 +67,13 @@ def test_a_disk_that_is_full_when_ranks_start(cli: CommandLine) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_violation_is_reported_though_its_case_cannot_be_saved(cli: CommandLine) -> None:
+def test_a_violation_is_reported_though_its_case_cannot_be_saved(warm: InProcess) -> None:
     """The directory is there when the campaign begins and gone when the case is written: exit 1, and a note."""
-    report = cli.directory / "report"
+    report = warm.directory / "report"
     report.mkdir()
-    subject = cli.directory / "removes.py"
+    subject = warm.directory / "removes.py"
     subject.write_text(REMOVES_THE_REPORT.format(report=str(report)))
-    done = cli.run(*SHORT, "--subject", "removes.py:Broken", "--report", "report")
+    done = warm.run(*SHORT, "--subject", "removes.py:Broken", "--report", "report")
     assert done.returncode == 1
     assert "(the case could not be saved: " in done.stdout
     assert "replay " not in done.stdout

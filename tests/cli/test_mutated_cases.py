@@ -8,13 +8,16 @@ import pytest
 
 from harness.launch.pool import RankPool
 from tests.mutations import check_mutations, mutated_cases, replay_in_process, saved_cases
+from tests.support import repetitions
 
 
 def test_a_mutated_case_is_refused_or_runs(
     scenario_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    codes = check_mutations(replay_in_process(scenario_pool, monkeypatch, capsys), tmp_path, count=30, seed=1)
+    codes = check_mutations(
+        replay_in_process(scenario_pool, monkeypatch, capsys), tmp_path, count=repetitions(16, 30), seed=1
+    )
 
     assert codes[2] > 0
     assert codes.total() > codes[2]  # some are still valid
@@ -25,6 +28,7 @@ def test_what_is_not_mutated_runs_to_the_verdict_it_should(
 ) -> None:
     """Or the mutations would start from what is refused anyway."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.explain.REPLAYS", 1)
     replay = replay_in_process(scenario_pool, monkeypatch, capsys)
     codes = []
     for number, data in enumerate(saved_cases(tmp_path)):

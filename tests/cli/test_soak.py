@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import CommandLine
+    from tests.cli.conftest import InProcess
 
 
-def test_the_json_is_one_object_and_the_table_is_on_stderr(cli: CommandLine) -> None:
+def test_the_json_is_one_object_and_the_table_is_on_stderr(warm: InProcess) -> None:
     words = ("--world", "2", "--examples", "6", "--every", "6", "--seed", "1")
-    done = cli.run("soak", *words, "--json", "-")
+    done = warm.run("soak", *words, "--json", "-")
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -24,8 +24,8 @@ def test_the_json_is_one_object_and_the_table_is_on_stderr(cli: CommandLine) -> 
     assert "all right: zero2 on gloo, world 2, 6 scenarios in " in done.stderr
 
 
-def test_a_wrong_verdict_is_exit_code_3_and_its_replay_is_the_last_line(cli: CommandLine) -> None:
-    done = cli.run(
+def test_a_wrong_verdict_is_exit_code_3_and_its_replay_is_the_last_line(warm: InProcess) -> None:
+    done = warm.run(
         "soak", "--subject", "canary-bit", "--world", "1", "--examples", "2", "--every", "100", "--seed", "1"
     )
 
@@ -33,7 +33,7 @@ def test_a_wrong_verdict_is_exit_code_3_and_its_replay_is_the_last_line(cli: Com
     assert "the subject is not right (see `verify`), or the harness is broken: 2 of 2 verdicts are wrong" in done.stdout
     last = done.stdout.splitlines()[-1].split()
     assert last[:5] == ["replay", "python", "-m", "harness", "replay"]
-    replayed = cli.run(*last[4:])
+    replayed = warm.run(*last[4:])
     assert replayed.returncode == 1
 
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.support import sampled
+
 if TYPE_CHECKING:
-    from tests.cli.conftest import CommandLine
+    from tests.cli.conftest import CommandLine, InProcess
 
 SUBJECTS = Path(__file__).parents[1] / "subjects"
 RIGHT = f"{SUBJECTS}/plain.py:PlainZero"
@@ -32,34 +34,48 @@ def test_a_right_class_holds(cli: CommandLine) -> None:
     assert list(cli.temporary.glob("zero2*")) == []
 
 
-def test_a_violation_is_saved_and_replays_from_anywhere(cli: CommandLine) -> None:
+def test_a_violation_is_saved_and_replays_from_anywhere(warm: InProcess) -> None:
     """The saved case shows the same failure again, from another directory; another class passes it.
 
     The class lies in neither directory, so that it has to be named: the printed command does.
     """
-    found = cli.run("verify", "--subject", BROKEN, "--world", "1", "--seed", "1", "--report", "out", "--json", "r.json")
+    found = warm.run(
+        "verify",
+        "--subject",
+        BROKEN,
+        "--world",
+        "1",
+        "--examples",
+        "20",
+        "--seed",
+        "1",
+        "--report",
+        "out",
+        "--json",
+        "r.json",
+    )
     assert found.returncode == 1
-    failure = json.loads((cli.directory / "r.json").read_text())["failure"]
+    failure = json.loads((warm.directory / "r.json").read_text())["failure"]
     assert found.stdout.splitlines()[-1].endswith(failure["replay"])
-    [case] = (cli.directory / "out").glob("*.json")
+    [case] = (warm.directory / "out").glob("*.json")
     assert failure["case"] == f"out/{case.name}"
 
-    (cli.directory / "elsewhere").mkdir()
-    cli.directory /= "elsewhere"
+    (warm.directory / "elsewhere").mkdir()
+    warm.go_to(warm.directory / "elsewhere")
     command = shlex.split(failure["replay"])
     assert command[5:] == ["--subject", BROKEN]
-    again = cli.run("replay", str(case), *command[5:], "--json", "-")
+    again = warm.run("replay", str(case), *command[5:], "--json", "-")
     assert again.returncode == 1
     repeated = json.loads(again.stdout)["failure"]
     for field in ("property", "step", "stage", "rank", "parameter", "element", "expected_bits", "actual_bits"):
         assert repeated[field] == failure[field], field
-    other = cli.run("replay", str(case), "--subject", RIGHT)
+    other = warm.run("replay", str(case), "--subject", RIGHT)
     assert other.returncode == 0, other.stderr
 
 
-def test_a_preset_is_three_examples(cli: CommandLine) -> None:
+def test_a_preset_is_three_examples(warm: InProcess) -> None:
     """Held, spilled and clipped over the model's parameters."""
-    done = cli.run("verify", "--preset", "tiny-mlp", "--world", "2", "--json", "-")
+    done = warm.run("verify", "--preset", "tiny-mlp", "--world", "2", "--json", "-")
     result = json.loads(done.stdout)
     assert (done.returncode, result["examples"]["run"]) == (0, 3)
     assert "not reached" not in done.stderr
@@ -77,17 +93,17 @@ def test_a_model_too_large_for_the_machine_is_refused_with_the_estimate(cli: Com
     [("fails.py:A", "boom"), (f"{SUBJECTS}/unusual.py:LacksDiscard", "discard")],
     ids=["raises", "no-method"],
 )
-def test_a_subject_that_cannot_be_driven_is_bad_input(cli: CommandLine, subject: str, said: str) -> None:
+def test_a_subject_that_cannot_be_driven_is_bad_input(warm: InProcess, subject: str, said: str) -> None:
     """The ranks find out; stderr is one line that says what is wrong, without a traceback."""
-    (cli.directory / "fails.py").write_text("raise RuntimeError('boom')\n")
-    done = cli.run("verify", "--subject", subject, "--world", "1")
+    (warm.directory / "fails.py").write_text("raise RuntimeError('boom')\n")
+    done = warm.run("verify", "--subject", subject, "--world", "1")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("subject", ["package/mine.py:Forgets", "package.mine:Forgets"])
+@pytest.mark.parametrize("subject", sampled(["package.mine:Forgets", "package/mine.py:Forgets"], every=2))
 def test_a_saved_case_of_ones_own_project_replays_without_more(cli: CommandLine, subject: str) -> None:
     """A file or a module of the current directory needs no --subject; elsewhere the case alone is refused."""
     (cli.directory / "package").mkdir()

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from harness.oracles.adamw_fp64 import AdamWFp64, FormulaJudgement, choose
+from harness.oracles.reference import build_adamw, moment_names, set_rate
 from harness.scenario.model import AdamW
+from tests.support import repetitions
 
 F32 = NDArray[np.float32]
 
 
-def torch_adamw(settings: AdamW, weights: F32, gradients: list[F32]) -> list[tuple[F32, F32, F32]]:
+def torch_adamw(settings: AdamW, weights: F32, gradients: list[F32]) -> list[tuple[F32, ...]]:
     """Master and moments after each step of ``torch.optim.AdamW``."""
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if settings.amsgrad else ("exp_avg", "exp_avg_sq")
     parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     optimizer = torch.optim.AdamW(
         [parameter],
@@ -29,15 +34,17 @@ def torch_adamw(settings: AdamW, weights: F32, gradients: list[F32]) -> list[tup
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         foreach=settings.foreach,
+        amsgrad=settings.amsgrad,
+        maximize=settings.maximize,
     )
     states = []
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
         state = optimizer.state[parameter]
-        tensors = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+        tensors = (parameter.detach(), *(state[name] for name in names))
         states.append(tuple(tensor.numpy().copy() for tensor in tensors))
-    return states  # type: ignore[return-value]
+    return states
 
 
 def draw_settings(rng: random.Random) -> AdamW:
@@ -48,6 +55,8 @@ def draw_settings(rng: random.Random) -> AdamW:
         eps=rng.choice([0.0, 1e-30, 1e-8, 1e-3, 1.0]),
         weight_decay=rng.choice([0.0, 0.1, 10.0]),
         foreach=rng.random() < 0.5,
+        amsgrad=rng.random() < 0.3,
+        maximize=rng.random() < 0.3,
     )
 
 
@@ -60,7 +69,7 @@ def draw_gradients(rng: np.random.Generator, num: int, num_steps: int, exponent:
 
 
 def judge_all(
-    settings: AdamW, weights: F32, gradients: list[F32], states: list[tuple[F32, F32, F32]]
+    settings: AdamW, weights: F32, gradients: list[F32], states: Sequence[tuple[F32, ...]]
 ) -> list[FormulaJudgement]:
     reference = AdamWFp64(settings, weights)
     judgements = []
@@ -75,7 +84,7 @@ def test_torch_is_always_inside_the_bound() -> None:
     rng = random.Random(1)
     numbers = np.random.default_rng(1)
     judged = unjudged = 0
-    for _ in range(400):
+    for _ in range(repetitions(150, 400)):
         settings = draw_settings(rng)
         weights = numbers.standard_normal(16).astype(np.float32)
         exponent = rng.choice([-133, -100, -80, -60, -20, -5, 0, 5, 60])
@@ -101,13 +110,14 @@ def formula(
     late_decay: bool = False,
     sum_not_mean: bool = False,
     sign: float = -1.0,
-) -> list[tuple[F32, F32, F32]]:
+    largest: bool = False,
+) -> list[tuple[F32, ...]]:
     """AdamW in fp32, or one of the formulas it is often confused with."""
     beta1, beta2 = (settings.beta2, settings.beta1) if swapped else (settings.beta1, settings.beta2)
     decay, lr, eps = settings.weight_decay, settings.lr, settings.eps
     master = weights.copy()
-    first, second = np.zeros_like(master), np.zeros_like(master)
-    states = []
+    first, second, most = np.zeros_like(master), np.zeros_like(master), np.zeros_like(master)
+    states: list[tuple[F32, ...]] = []
     for step, gradient in enumerate(gradients, start=1):
         if coupled:
             gradient = gradient + np.float32(decay) * master
@@ -117,12 +127,13 @@ def formula(
         second = np.float32(beta2) * second + np.float32(1 - beta2) * gradient * gradient
         correction1 = 1 - beta1**step if bias1 else 1.0
         correction2 = 1 - beta2**step if bias2 else 1.0
-        corrected = second / np.float32(correction2)
+        most = np.maximum(most, second)
+        corrected = (most if largest else second) / np.float32(correction2)
         denominator = np.sqrt(corrected + np.float32(eps)) if eps_inside else np.sqrt(corrected) + np.float32(eps)
         master = master + np.float32(sign * lr / correction1) * first / denominator
         if late_decay:
             master = master * np.float32(1 - lr * decay)
-        states.append((master.copy(), first.copy(), second.copy()))
+        states.append((master.copy(), first.copy(), second.copy(), *([most.copy()] if settings.amsgrad else [])))
     return states
 
 
@@ -162,6 +173,65 @@ def test_wrong_formulas_are_outside_the_bound(name: str) -> None:
         wrong = judge_all(settings, weights, gradients, formula(settings, weights, gradients, **WRONG[name]))  # type: ignore[arg-type]
         assert all(judgement.violation is None and judgement.num_judged >= 15 for judgement in right)
         assert any(judgement.violation is not None for judgement in wrong)
+
+
+def test_a_largest_moment_that_is_kept_but_not_used_is_outside_the_bound() -> None:
+    """Where a large gradient is followed by small ones: else the largest moment is the last one."""
+    rng, numbers = random.Random(3), np.random.default_rng(3)
+    for _ in range(60):
+        settings = replace(telling(rng), amsgrad=True, beta2=0.5)
+        weights = numbers.uniform(0.5, 2.0, 16).astype(np.float32)
+        gradients = [draw_gradients(numbers, 16, 1, exponent, 0)[0] for exponent in (-2, -10, -10)]
+        right = judge_all(settings, weights, gradients, formula(settings, weights, gradients, largest=True))
+        wrong = judge_all(settings, weights, gradients, formula(settings, weights, gradients))
+        assert all(judgement.violation is None and judgement.num_judged >= 15 for judgement in right)
+        assert [judgement.violation is None for judgement in wrong] == [True, False, False]
+
+
+def test_a_gradient_that_enters_with_the_wrong_sign_is_outside_the_bound() -> None:
+    rng, numbers = random.Random(4), np.random.default_rng(4)
+    settings = replace(telling(rng), maximize=True)
+    weights = numbers.uniform(0.5, 2.0, 16).astype(np.float32)
+    gradients = draw_gradients(numbers, 16, 2, -10, 0)
+    minimised = torch_adamw(replace(settings, maximize=False), weights, gradients)
+
+    assert judge_all(settings, weights, gradients, torch_adamw(settings, weights, gradients))[1].violation is None
+    assert judge_all(settings, weights, gradients, minimised)[1].violation is not None
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_new_rate_and_loaded_weights_are_followed(amsgrad: bool) -> None:
+    """And an optimizer that does not follow them is found."""
+    numbers = np.random.default_rng(5)
+    settings = AdamW(lr=0.01, amsgrad=amsgrad)
+    weights, loaded = (numbers.uniform(0.5, 2.0, 16).astype(np.float32) for _ in range(2))
+    gradients = draw_gradients(numbers, 16, 3, -5, 0)
+    parameter = torch.nn.Parameter(torch.from_numpy(weights.copy()))
+    optimizer = build_adamw([parameter], settings)
+    references = {name: AdamWFp64(settings, weights) for name in ("both", "no new rate", "nothing loaded")}
+    for step, gradient in enumerate(gradients):
+        if step == 1:
+            set_rate(optimizer, 0.1)
+            references["both"].set_rate(0.1)
+            references["nothing loaded"].set_rate(0.1)
+        if step == 2:
+            parameter.data.copy_(torch.from_numpy(loaded))
+            references["both"].load(loaded)
+            references["no new rate"].load(loaded)
+        parameter.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        for reference in references.values():
+            reference.step(gradient)
+
+    state = optimizer.state[parameter]
+    seen = [parameter.detach().numpy(), *(state[name].numpy() for name in moment_names(settings))]
+    judged = {name: reference.judge(*seen) for name, reference in references.items()}
+    assert {name: found.violation is None for name, found in judged.items()} == {
+        "both": True,
+        "no new rate": False,
+        "nothing loaded": False,
+    }
+    assert judged["both"].num_judged == 16
 
 
 def test_a_violation_names_what_it_found() -> None:

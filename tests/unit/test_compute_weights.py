@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from harness.drive import parameters
 from harness.drive.memory import LiveMemory
-from harness.drive.parameters import DTYPES, ComputeWeights
+from harness.drive.parameters import DTYPES, ComputeWeights, by_stream, gradient_like
+from harness.oracles.compare import digest
 from harness.scenario import values
-from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values
+from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Source, Step, Values
 
 PARAMETERS = (
     Parameter("matrix", (3, 5)),
@@ -32,8 +33,8 @@ def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(parameters, "FEW", request.param)
 
 
-def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) -> ComputeWeights:
-    scenario = Scenario(
+def scenario_of(parameters: tuple[Parameter, ...], seed: int = 3) -> Scenario:
+    return Scenario(
         world=1,
         seed=seed,
         parameters=parameters,
@@ -41,7 +42,10 @@ def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) ->
         optimizer=AdamW(),
         operations=(Build(8), Part(False, (0,), ((),)), Step()),
     )
-    return ComputeWeights(scenario, torch.device("cpu"))
+
+
+def weights_of(parameters: tuple[Parameter, ...] = PARAMETERS, seed: int = 3) -> ComputeWeights:
+    return ComputeWeights(scenario_of(parameters, seed), torch.device("cpu"))
 
 
 def storage_of(parameter: Tensor) -> Tensor:
@@ -272,3 +276,70 @@ def test_many_weights_always_need_a_closer_look(monkeypatch: pytest.MonkeyPatch)
     assert not looked_at(weights)
     weights.expect(weights.initial)
     assert not looked_at(weights)
+
+
+# --- other strides, and values from elsewhere
+
+STRIDED = (
+    Parameter("matrix", (3, 5), strides="transposed"),
+    Parameter("scalar", (), strides="transposed"),
+    Parameter("empty", (0, 2), strides="transposed"),
+    Parameter("half", (2, 3, 4), "fp16", strides="transposed"),
+    Parameter("row", (1, 4), "fp32", strides="transposed"),
+)
+
+
+def test_a_transposed_parameter_has_the_same_values_in_the_reverse_order_in_memory() -> None:
+    weights = weights_of(STRIDED)
+
+    for index, (made, wanted) in enumerate(zip(weights.parameters, STRIDED, strict=True)):
+        drawn = torch.from_numpy(values.initial_weight(3, index, wanted.numel, wanted.dtype))
+        assert torch.equal(made.detach().float().reshape(-1), drawn)
+        assert made.permute(list(range(made.dim()))[::-1]).is_contiguous()
+    assert not weights.parameters[0].is_contiguous()
+    assert weights.parameters[0].stride() == (1, 3)
+    assert weights.parameters[3].stride() == (1, 2, 6)
+
+
+def test_transposed_weights_are_expected_as_they_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.drive.parameters.FEW", 2**14)
+    weights = weights_of(STRIDED)
+    for wanted in (weights.initial, [(initial * 2 + 1).contiguous() for initial in weights.initial]):
+        weights.expect(wanted)
+        for parameter, each in zip(weights.parameters, wanted, strict=True):
+            parameter.detach().copy_(each)
+        assert looked_at(weights)
+        weights.parameters[0].detach()[0, 1] += 1
+        assert not looked_at(weights)
+
+
+def test_gradients_lie_as_autograd_would_lay_them() -> None:
+    for parameter, listed in zip(weights_of(STRIDED).parameters, STRIDED, strict=True):
+        drawn = values.gradient(1, 0, 0, 0, listed.numel, Values(Domain.EXACT, 255, 0))
+        (parameter.float() * torch.from_numpy(drawn).view(listed.shape)).sum().backward()
+        made = gradient_like(parameter, drawn)
+        assert parameter.grad is not None
+        assert (made.dtype, made.shape) == (parameter.grad.dtype, parameter.grad.shape)
+        # Of a dimension of one element the stride says nothing.
+        assert all(
+            dim == 1 or one == other
+            for dim, one, other in zip(made.shape, made.stride(), parameter.grad.stride(), strict=True)
+        )
+        assert torch.equal(made, parameter.grad)
+        assert not made.requires_grad
+
+
+def test_weights_are_put_back_into_their_streams() -> None:
+    """Two cuts of two streams, in another order and with other strides, give what the plain list has."""
+    plain = (Parameter("a", (2, 3)), Parameter("b", (4,), "fp32"))
+    moved = (
+        Parameter("b1", (1,), "fp32", sources=(Source(1, 0, 1),)),
+        Parameter("a", (3, 2), strides="transposed", sources=(Source(0, 2, 6), Source(0, 0, 2))),
+        Parameter("b2", (3,), "fp32", sources=(Source(1, 1, 4),)),
+    )
+    found = by_stream(scenario_of(moved), weights_of(moved).parameters)
+    wanted = weights_of(plain).parameters
+    assert digest(found) == digest(wanted)
+    assert [each.tolist() for each in found] == [each.reshape(-1).tolist() for each in wanted]
+    untouched = weights_of(plain).parameters
+    assert by_stream(scenario_of(plain), untouched) is untouched

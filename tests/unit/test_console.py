@@ -88,7 +88,7 @@ def test_summary_of_a_campaign_that_holds() -> None:
         "  world 3      150 examples, 12.3/s\n"
         "  checked      weights 300, agreement 299\n"
         "  not checked  master, moments, gradient, norm, clip, spill, intake, storage, ownership, memory, traffic, "
-        "progress, determinism\n"
+        "progress, determinism, invariance\n"
         "  oracles      exact 1,200, ordered 80, bound 0, loose 0\n"
         "  reached      2 situations\n"
         "  not reached  held, spilled\n"
@@ -131,6 +131,29 @@ def test_failure_block_labels_everything_and_ends_with_the_replay_command() -> N
     )
 
 
+def test_failure_block_says_where_mismatches_lie_and_what_they_look_like() -> None:
+    """The place of a parameter and of an element in all of them, beside what is counted inside."""
+    failure = Failure(
+        property="gradient",
+        parameter="w",
+        index=3,
+        element=17,
+        offset=1017,
+        pattern="12 of 40 elements, on rank 1",
+        inputs="agreed: all was right",
+        symptom="a part is missing (part 1)",
+    )
+    assert failure_lines(failure) == [
+        "failure",
+        "  property     gradient",
+        "  parameter    w (number 3 of the list)",
+        "  element      17 (offset 1,017 of all)",
+        "  pattern      12 of 40 elements, on rank 1",
+        "  inputs       agreed: all was right",
+        "  symptom      a part is missing (part 1)",
+    ]
+
+
 def test_failure_block_leaves_out_what_does_not_apply() -> None:
     """A zero is a value (step 0, rank 0, element 0), None is not."""
     lines = failure_lines(Failure(property="progress", step=0, rank=0, element=0, message="rank 0 hung"))
@@ -142,6 +165,23 @@ def test_failure_block_leaves_out_what_does_not_apply() -> None:
         "  element      0",
         "  message      rank 0 hung",
     ]
+
+
+def test_a_test_to_paste_stands_at_the_margin_before_the_replay_command() -> None:
+    test = "from harness import check_case\n\n\ndef test_case():\n    check_case('a.json')\n"
+    lines = failure_lines(Failure(property="progress", case="a.json", test=test, replay="harness replay a.json"))
+    assert (
+        lines[-9:]
+        == [
+            "  case         a.json",
+            "  test         paste this into a file of tests:",
+            "",
+            *test.splitlines(),
+            "",
+            "  replay       harness replay a.json",
+        ][-9:]
+    )
+    assert "\n".join(lines).count(test) == 1
 
 
 def test_long_output_is_cut_to_its_end() -> None:

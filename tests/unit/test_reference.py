@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from harness.oracles.bounds import squared_norm
 from harness.oracles.compare import compare_bits
 from harness.oracles.contributions import contribution, has_gradient, interval, reduced
-from harness.oracles.reference import NotComparableError, UnshardedTrainer, build_adamw
+from harness.oracles.reference import NotComparableError, UnshardedTrainer, build_adamw, moment_names, set_rate
 from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, check, steps
 from harness.scenario.situations import Situation
 from harness.scenario.values import gradient
@@ -221,6 +221,85 @@ def test_foreach_gives_the_same_bits() -> None:
         assert compare_bits(both[0].moments(index)[1], both[1].moments(index)[1], signed_zeros=True).equal
 
 
+def test_the_same_bits_on_a_flat_vector_with_amsgrad_maximize_and_a_new_rate() -> None:
+    """What makes a shard comparable at all: it does not matter where an element lies."""
+    for foreach in (False, True):
+        reference = trainer(foreach=foreach, amsgrad=True, maximize=True)
+        flat = torch.nn.Parameter(torch.cat([reference.master(index).reshape(-1) for index in range(4)]))
+        optimizer = build_adamw([flat], AdamW(foreach=foreach, amsgrad=True, maximize=True))
+        for seed, scale in enumerate((1.0, 2.0**-20, 2.0**-70, 2.0**40)):
+            torch.manual_seed(seed)
+            gradients = [torch.randn(shape) * scale for shape in SHAPES]
+            flat.grad = torch.cat([one.reshape(-1) for one in gradients])
+            if seed == 2:
+                reference.set_rate(0.25)
+                set_rate(optimizer, 0.25)
+            reference.set_gradients(gradients)
+            reference.step()
+            optimizer.step()
+
+        state = optimizer.state[flat]
+        assert moment_names(AdamW(amsgrad=True)) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        seen = [flat.detach(), *(state[name] for name in moment_names(AdamW(amsgrad=True)))]
+        wanted = [[reference.master(index), *reference.moments(index)] for index in range(4)]
+        for place, vector in enumerate(seen):
+            whole = torch.cat([of_parameter[place].reshape(-1) for of_parameter in wanted])
+            assert compare_bits(whole, vector, signed_zeros=True).equal
+        largest, last = state["max_exp_avg_sq"], state["exp_avg_sq"]
+        assert bool((largest >= last).all())
+
+
+def test_a_new_rate_holds_from_the_next_step_on() -> None:
+    """As in an optimizer that was made with it, from the same moments."""
+    one, other = trainer(lr=0.5), trainer(lr=0.125)
+    for number in range(2):
+        for reference in (one, other):
+            reference.set_gradients([torch.full(shape, 1.0 + number) for shape in SHAPES])
+        if number == 0:
+            one.set_rate(0.125)
+        for reference in (one, other):
+            reference.step()
+
+    assert all(torch.equal(one.master(index), other.master(index)) for index in range(4))
+
+
+def test_loaded_weights_become_the_masters_and_moments_stay() -> None:
+    reference = trainer()
+    reference.set_gradients([torch.ones(shape) for shape in SHAPES])
+    reference.step()
+    reference.gather()
+    before = [moment.clone() for moment in reference.moments(0)]
+    loaded = [torch.full(shape, 0.5 + index).to(weight.dtype) for index, (shape, weight) in
+              enumerate(zip(SHAPES, reference.weights, strict=True))]  # fmt: skip
+
+    reference.load(loaded)
+    loaded[0].zero_()
+
+    assert reference.weights[0].eq(0.5).all()
+    assert reference.master(3).tolist() == [3.5] * 5
+    assert all(torch.equal(one, other) for one, other in zip(before, reference.moments(0), strict=True))
+    assert reference.num_steps == 1
+
+
+def test_a_rebuild_begins_anew_with_the_weights_and_the_rate_that_are_set() -> None:
+    reference = trainer(lr=0.5)
+    reference.set_rate(0.125)
+    reference.set_gradients([torch.ones(shape) for shape in SHAPES])
+    reference.step()
+    reference.gather()
+
+    reference.rebuild()
+
+    fresh = UnshardedTrainer(reference.weights, AdamW(lr=0.125))
+    with pytest.raises(RuntimeError, match="first step"):
+        reference.moments(0)
+    for one in (reference, fresh):
+        one.set_gradients([torch.ones(shape) for shape in SHAPES])
+        one.step()
+    assert all(torch.equal(reference.master(index), fresh.master(index)) for index in range(4))
+    assert reference.num_steps == 1
+
+
 def test_gather_rounds_the_masters_and_nothing_else_changes_weights() -> None:
     reference = trainer(lr=1.0)
     before = [weight.clone() for weight in reference.weights]
@@ -282,7 +361,7 @@ def test_there_are_no_moments_before_the_first_step() -> None:
         trainer().moments(0)
 
 
-@pytest.mark.parametrize("flag", ["fused", "capturable", "differentiable", "amsgrad", "maximize"])
+@pytest.mark.parametrize("flag", ["fused", "capturable", "differentiable"])
 def test_what_cannot_be_compared_is_refused_with_a_reason(flag: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
 

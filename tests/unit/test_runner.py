@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,29 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from harness import runner
+from harness import explain, runner, tally
 from harness.drive.tasks import CheckSubject, SubjectCheck, decode_task, encode
 from harness.errors import UsageError
+from harness.explain import REPLAYS
 from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.pool import RankPool
 from harness.report.result import EXIT_HOLDS, EXIT_INTERRUPTED, EXIT_UNKNOWN, EXIT_VIOLATED, Result
-from harness.runner import REPEAT_EVERY, REPLAYS, CampaignOptions, bucket_for, replay_case, run_campaign
+from harness.runner import REPEAT_EVERY, CampaignOptions, bucket_for, replay_case, run_campaign
 from harness.scenario import codec, generate, presets
-from harness.scenario.model import AdamW, Build, Domain, Parameter, Part, Scenario, Step, Values, steps
+from harness.scenario.model import (
+    CONTRACT,
+    AdamW,
+    Build,
+    Domain,
+    Extension,
+    Parameter,
+    Part,
+    Scenario,
+    Step,
+    Values,
+    steps,
+)
+from harness.scenario.relations import Relation
 from harness.scenario.situations import RUNTIME, Situation, reached, required
 from harness.subjects.source import SubjectSource
 from harness.verdict import (
@@ -179,6 +193,15 @@ class Watcher:
         self.notes.append(text)
 
 
+_drawn_once = functools.cache(generate.draw)
+
+
+@pytest.fixture(autouse=True)
+def _draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full campaigns of the same seed are of the same scenarios, and drawing them is most of what they cost here."""
+    monkeypatch.setattr("harness.runner.generate.draw", _drawn_once)
+
+
 @pytest.fixture
 def watcher() -> Watcher:
     return Watcher()
@@ -188,8 +211,13 @@ def watcher() -> Watcher:
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CannedPool:
     """Scenarios take no time unless ``cost_s`` says so; an attempt to start real ranks fails the test."""
     ranks = CannedPool(tmp_path)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ranks.clock_s))
-    monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw, shrink=generate.shrink))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ranks.clock_s)
+    monkeypatch.setattr(tally, "time", clock)
+    monkeypatch.setattr(explain, "time", clock)
+    # Relations have tests of their own, below.
+    monkeypatch.setattr(runner, "RELATE_EVERY", 10**9)
+    monkeypatch.setattr(runner, "APPLICABLE", tuple(prop for prop in Property if prop is not Property.INVARIANCE))
+    monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw))
 
     def start_pool(_backend: str, _lanes: int) -> RankPool:
         raise AssertionError("no ranks may be started")
@@ -237,22 +265,22 @@ def campaign(pool: CannedPool, watcher: Watcher, options: Callable[..., Campaign
 
 
 @functools.cache
-def draw(seed: int, index: int, worlds: tuple[int, ...], *, bucket: int | None = None) -> Scenario:
+def draw(
+    seed: int, index: int, worlds: tuple[int, ...], *, bucket: int | None = None, extension: Extension = CONTRACT
+) -> Scenario:
     """The real generator, which is asked only once for what several tests need."""
-    return generate.draw(seed, index, worlds, bucket=bucket)
+    return generate.draw(seed, index, worlds, bucket=bucket, extension=extension)
 
 
 @pytest.fixture
 def offered(pool: CannedPool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Scenario], list[bool]]:
-    """Three smaller scenarios that are offered in this order instead of Hypothesis's, and what was said of each."""
+    """Three other scenarios that are offered in this order, and what was said of each."""
     candidates, answers = [draw(7, index, (1, 2)) for index in (1, 2, 3)], list[bool]()
 
-    def shrink(
-        seed: int, index: int, worlds: Sequence[int], fails: Callable[[Scenario], bool], *, bucket: int | None = None
-    ) -> None:
+    def smallest(_scenario: Scenario, fails: Callable[[Scenario], bool], **_: object) -> None:
         answers.extend(fails(candidate) for candidate in candidates)
 
-    monkeypatch.setattr("harness.runner.generate.shrink", shrink)
+    monkeypatch.setattr(runner, "smallest", smallest)
     return candidates, answers
 
 
@@ -394,21 +422,22 @@ def test_a_full_campaign_that_reached_and_checked_everything_holds(campaign: Cam
     result = campaign(worlds=WORLDS, examples=300, seed=0)
 
     assert (result.verdict, result.reason) == ("holds", None)
-    assert all(result.properties.values())
-    assert all(result.reached.values())
+    assert all(count for name, count in result.properties.items() if name != "invariance")
+    assert all(result.reached[situation.value] for situation in required(WORLDS))
     # Every twentieth scenario is run a second time, and has to give the same.
     assert len(pool.scenarios) == 300 + 300 // REPEAT_EVERY
     assert result.properties["determinism"] == 300 // REPEAT_EVERY
     assert result.examples.run == 300
 
 
+@pytest.mark.usefixtures("short_campaigns_are_full")
 def test_a_full_campaign_begins_with_the_canaries_and_a_short_one_does_not(
     campaign: Campaign, pool: CannedPool
 ) -> None:
-    campaign(worlds=(3,), examples=299)
+    campaign(worlds=(3,), examples=19)
     assert pool.num_canaries == 0
 
-    campaign(worlds=(3,), examples=300)
+    campaign(worlds=(3,), examples=20)
     assert pool.num_canaries == 2
 
 
@@ -572,6 +601,88 @@ def test_a_violation_stays_one_whatever_else_was_not_reached(campaign: Campaign,
     assert (result.verdict, result.exit_code, result.reason) == ("violated", EXIT_VIOLATED, None)
 
 
+# --- related scenarios
+
+
+def cut_otherwise(scenario: Scenario) -> bool:
+    return any(parameter.sources for parameter in scenario.parameters)
+
+
+def test_scenarios_are_held_against_related_ones(
+    campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RELATE_EVERY", 3)
+
+    result = campaign(examples=200)
+
+    assert (result.verdict, result.examples.run) == ("holds", 200)
+    assert result.properties["invariance"] > 4
+    num_others = len(pool.scenarios) - 200 - result.properties["determinism"]
+    assert num_others == result.properties["invariance"]
+    assert any(cut_otherwise(scenario) for scenario in pool.scenarios)
+
+
+def test_a_full_campaign_that_related_no_scenario_is_unknown(
+    campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch, short_campaigns_are_full: None
+) -> None:
+    monkeypatch.setattr(runner, "APPLICABLE", tuple(Property))
+    pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=EVERYTHING))
+
+    result = campaign(worlds=(3, 4), examples=20)
+
+    assert (result.verdict, result.reason) == ("unknown", "a full campaign never checked: invariance")
+
+
+def test_a_broken_relation_is_saved_with_the_case_and_replayed(
+    campaign: Campaign,
+    options: Callable[..., CampaignOptions],
+    pool: CannedPool,
+    watcher: Watcher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "RELATE_EVERY", 1)
+
+    def answer(scenario: Scenario, rank: int, run: int) -> RankReport:
+        weights = (WeightsObservation(0, "bb" if cut_otherwise(scenario) else "aa"),)
+        return replied(verdict(scenario, rank, weights=weights))
+
+    pool.answer = answer
+    result = campaign(examples=200)
+
+    failure = result.failure
+    assert failure is not None
+    assert (failure.property, failure.stage, failure.step, failure.rank) == ("invariance", "gather", 0, None)
+    assert (failure.expected, failure.actual) == ("aa", "bb")
+    assert failure.case is not None
+    case = codec.load(Path(failure.case))
+    assert case.relation is not None
+    assert case.relation.name in (Relation.ORDER, Relation.CUT, Relation.JOIN)
+    assert not cut_otherwise(case.scenario)
+    again = replay_case(case, Path(failure.case), options(), watcher, cast(RankPool, pool))
+    assert again.failure is not None
+    assert again.failure.property == "invariance"
+    pool.answer = fine
+    mended = replay_case(case, Path(failure.case), options(), watcher, cast(RankPool, pool))
+    assert (mended.verdict, mended.properties["invariance"]) == ("holds", 1)
+
+
+def test_a_related_scenario_that_is_wrong_by_itself_is_the_case(
+    campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RELATE_EVERY", 1)
+    pool.answer = lambda scenario, rank, run: (
+        differs(scenario, rank) if cut_otherwise(scenario) else fine(scenario, rank, run)
+    )
+
+    result = campaign(examples=200)
+
+    assert result.failure is not None
+    assert result.failure.property == "master"
+    case = codec.load(Path(result.failure.case or ""))
+    assert case.relation is None
+    assert cut_otherwise(case.scenario)
+
+
 # --- a parameter list -------------------------------------------------------------------------------------------------
 
 LIST = (Parameter("embedding", (5, 4)), Parameter("scale", ()))
@@ -612,17 +723,26 @@ def test_a_parameter_list_is_not_asked_for_situations(campaign: Campaign, pool: 
     assert campaign(parameters=LIST, worlds=(3, 4), examples=20).verdict == "holds"
 
 
-def test_a_failing_list_is_confirmed_and_saved_as_it_is(campaign: Campaign, pool: CannedPool) -> None:
-    pool.answer = lambda scenario, rank, run: differs(scenario, rank) if run else fine(scenario, rank, run)
+def test_a_failing_list_is_confirmed_and_made_smaller_as_far_as_it_fails(campaign: Campaign, pool: CannedPool) -> None:
+    """What is left has the names of the list, and a world and the bucket size that were asked for."""
+    name = LIST[0].name
 
-    result = campaign(parameters=LIST, worlds=(2,), examples=3)
+    def wrong(scenario: Scenario) -> bool:
+        several = any(len(plan.parts) > 1 for plan in steps(scenario))
+        return several and any(each.name == name and each.numel > 2 for each in scenario.parameters)
+
+    pool.answer = fails_where(wrong)
+    result = campaign(parameters=LIST, worlds=(3, 2), examples=3, bucket=5)
 
     assert result.verdict == "violated"
-    assert len(pool.scenarios) == 2 + REPLAYS
-    assert set(pool.scenarios[1:]) == {pool.scenarios[1]}
+    assert len({*pool.scenarios[1 : 2 + REPLAYS]}) == 1
     assert result.failure is not None
     assert result.failure.case is not None
-    assert codec.load(Path(result.failure.case)).scenario == pool.scenarios[1]
+    saved = codec.load(Path(result.failure.case)).scenario
+    assert saved.parameters == (Parameter(name, (3,)),)
+    assert (saved.world, saved.bucket) == (2, 5)
+    assert {scenario.world for scenario in pool.scenarios} == {2, 3}
+    assert {scenario.bucket for scenario in pool.scenarios} == {5}
 
 
 def memory_of(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
@@ -936,13 +1056,18 @@ def test_a_failure_names_the_case_and_the_command_that_replays_it(campaign: Camp
 
     assert failure is not None
     assert (failure.property, failure.stage, failure.step, failure.rank) == ("master", "update", 0, 0)
-    assert (failure.parameter, failure.message, failure.output) == ("p", "planted", "printed by 0")
+    cut_short = "planted (shrinking stopped after 0 tries: the case may not be the smallest)"
+    assert (failure.parameter, failure.message, failure.output) == ("p", cut_short, "printed by 0")
     assert failure.case is not None
     case = codec.load(Path(failure.case))
     assert case.subject == codec.SubjectReference(SUBJECT.given, SUBJECT.absolute, SUBJECT.args)
     assert (case.failure or {})["property"] == "master"
     # It lies elsewhere, so that the case alone would not be allowed to run it.
     assert failure.replay == f"python -m harness replay {failure.case} --subject zero.py:Zero --subject-arg factor=2"
+    assert failure.test is not None
+    assert failure.test.endswith(
+        "check_case(CASE, subject='zero.py:Zero', subject_args={'factor': 2}, backend='gloo')\n"
+    )
 
 
 def test_a_case_whose_subject_lies_here_replays_by_itself(campaign: Campaign, pool: CannedPool) -> None:
@@ -965,7 +1090,7 @@ def test_a_case_that_cannot_be_saved_is_a_violation_all_the_same(
     assert failure_of(result)[0] == "master"
     assert result.failure is not None
     assert (result.failure.case, result.failure.replay) == (None, None)
-    assert "planted (the case could not be saved: " in (result.failure.message or "")
+    assert "(the case could not be saved: " in (result.failure.message or "")
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_each_element_outside_its_interval_is_found_where_it_is() -> None:
         intervals = intervals_of(case, 0.25)
         for rank in range(case.partition.world):
             shard_map, shard = case.shard_map(rank), case.shard(rank)
-            assert shard_map.beyond(shard, intervals.__getitem__) == Difference(len(case.owned(rank)))
+            assert shard_map.beyond(shard, intervals.__getitem__) == Difference(len(case.owned(rank)), margin=0.0)
             for element in case.owned(rank):
                 shard[element.position] += 0.5
                 found = shard_map.beyond(shard, intervals.__getitem__)
@@ -465,7 +465,7 @@ def test_several_elements_that_are_not_finite_are_counted_together() -> None:
     right = torch.tensor([math.inf, NAN, 1.0, -math.inf, NAN, 2.0])
     wrong = torch.tensor([math.inf, math.inf, 1.0, NAN, 1.0, math.inf])
 
-    assert case.shard_map(0).beyond(right, lambda _: interval) == Difference(6)
+    assert case.shard_map(0).beyond(right, lambda _: interval) == Difference(6, margin=0.0)
     found = case.shard_map(0).beyond(wrong, lambda _: interval)
     assert found.compared == 6
     assert found.element == 1
@@ -556,7 +556,9 @@ def test_a_difference_names_the_parameter_and_what_was_expected() -> None:
 
     assert found.fields(case.scenario) == {
         "parameter": "p1",
+        "index": 1,
         "element": 1,
+        "offset": 3,
         "bucket": 0,
         "owner": 1,
         "expected": 4.0,

@@ -149,6 +149,34 @@ def test_ranks_that_do_the_same_come_to_the_same_trainer_and_others_go_their_own
     assert together[2].weights is not together[0].weights
 
 
+def test_a_new_rate_a_load_and_a_rebuild_are_those_of_a_trainer_alone() -> None:
+    """Whoever is behind, or goes another way, sees nothing of them."""
+    shared = Shared(scenario_of(2), 2)
+    one, other = (shared.trainer(INITIAL, CPU) for _ in range(2))
+    alone = [UnshardedTrainer(INITIAL, AdamW()) for _ in range(2)]
+    common, loaded = gradients(1.0), [torch.tensor([3.0, 0.5, -1.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)]
+
+    def change(trainer: UnshardedTrainer, given: list[Tensor]) -> None:
+        trainer.set_rate(0.25)
+        train(trainer, given, 0.5)
+        trainer.load(loaded)
+        train(trainer, gradients(2.0), 1.0)
+        trainer.rebuild()
+        train(trainer, gradients(3.0), 1.0)
+
+    change(one, common)
+    train(other, common, 0.5)
+    change(alone[0], gradients(1.0))
+    train(alone[1], gradients(1.0), 0.5)
+
+    assert state_of(one) == state_of(alone[0])
+    assert state_of(other) == state_of(alone[1]) != state_of(alone[0])
+    assert (one.num_steps, other.num_steps) == (1, 1)
+    change(other, gradients(1.0))
+    change(alone[1], gradients(1.0))
+    assert state_of(other) == state_of(alone[1])
+
+
 def test_a_rank_that_is_ahead_changes_nothing_for_one_that_is_behind() -> None:
     shared = Shared(scenario_of(2), 2)
     ahead, behind = (shared.trainer(INITIAL, CPU) for _ in range(2))

@@ -15,7 +15,7 @@ from harness import evaluate, runner
 from harness.drive.tasks import CheckSubject, RunScenario, SubjectCheck, decode_task, encode
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
 from harness.launch.outcome import Outcome, PoolError, RankEnd, RankReport, Told, Watch
-from harness.pace import CHUNK_PER_LANE, Pace
+from harness.pace import CHUNK_PER_LANE, CHUNK_S, Pace
 from harness.report.result import EXIT_INTERRUPTED, Result
 from harness.runner import CampaignOptions, run_campaign
 from harness.scenario import codec
@@ -406,7 +406,8 @@ def campaign(pool: CannedLanes, tmp_path: Path, watcher: Watcher | None = None, 
 
 @pytest.fixture(autouse=True)
 def _draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw, shrink=lambda *_, **__: None))
+    monkeypatch.setattr(runner, "RELATE_EVERY", 10**9)
+    monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw))
 
 
 def test_a_campaign_runs_each_scenario_once_in_growing_chunks(pool: CannedLanes, tmp_path: Path) -> None:
@@ -445,13 +446,16 @@ def test_a_campaign_that_fails_at_once_starts_no_lanes(pool: CannedLanes, tmp_pa
     assert (pool.calls, pool.batches) == ([], [])
 
 
-def test_long_scenarios_are_handed_out_few_at_once(pool: CannedLanes, tmp_path: Path) -> None:
-    """And held back in order: what one chunk has no time for is the first of the next."""
-    pool.seconds = 1.0
+def test_long_scenarios_are_handed_out_few_at_once(
+    pool: CannedLanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And held back in order: what one chunk has no time for is the first of the next. Here all cost the same."""
+    monkeypatch.setattr(runner, "cost", lambda _scenario: 1.0)
+    pool.seconds = CHUNK_S / 2
     result = campaign(pool, tmp_path, examples=12)
 
     assert result.examples.run == 12
-    assert all(len(batch) <= 4 for batch in pool.batches)
+    assert [len(batch) for batch in pool.batches] == [2] * 5
     ran = [scenario for batch in pool.batches for scenario in batch] + pool.singles
     assert sorted(map(repr, ran)) == sorted(map(repr, scenarios(12)))
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from harness.sim.choices import Schedule, SumOrder
 from harness.sim.scheduler import ForeignThreadError
 from harness.sim.world import SimWorld, Watcher, WorldOutcome
+from tests.support import sampled
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -80,7 +81,7 @@ def test_the_same_seed_gives_the_same_turns_in_another_process() -> None:
             check=True,
             timeout=240,
         ).stdout.strip()
-        for seed in ("1", "2")
+        for seed in sampled(("1", "2"), every=2)
     }
     assert traces == {outcome(5, mixture, 7).trace}
 

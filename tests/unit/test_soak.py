@@ -163,7 +163,7 @@ def soak(
     canned = Canned(wrong)
     monkeypatch.setattr(campaign, "Evaluator", lambda *_, **__: canned)
     monkeypatch.setattr(campaign.generate, "draw", draw)
-    monkeypatch.setattr(campaign.generate, "shrink", lambda *_, **__: None)  # what is drawn here has no smaller forms
+    monkeypatch.setattr(campaign, "smallest", lambda *_, **__: None)  # answers here come in the order of scenarios
     asked = SoakOptions(subject=parse("zero2"), report=directory, **{"examples": 12, "every": 3, **options})
     pool: Any = object()
     return run_soak(asked, Quiet(), pool), canned

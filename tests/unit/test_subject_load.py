@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities, capabilities
-from harness.subjects.load import METHODS, SubjectError, has_full_master, load_class, missing_attributes
+from harness.subjects.load import METHODS, SubjectError, declared, has_full_master, load_class, missing_attributes
 
 SUBJECTS = Path(__file__).parent.parent / "subjects"
 
@@ -377,3 +378,30 @@ class _SetToNone:
 )
 def test_full_master_is_a_method_without_arguments_or_absent(cls: type, has: bool) -> None:
     assert has_full_master(cls) == has
+
+
+# --- what a class declares
+
+
+class _Declares:
+    verify_extensions: object = ("strides", "dtypes")
+
+
+def test_what_a_class_declares_is_read_in_a_fixed_order() -> None:
+    assert declared(_Declares) == ("dtypes", "strides")
+    assert declared(object) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (("dtypes", "stride"), "names 'stride', which is no extension (there are: refresh, dtypes, strides)"),
+        ("dtypes", "must be names of refresh, dtypes, strides, it is str"),
+        ((1,), "must be names of refresh, dtypes, strides, it is tuple"),
+        (("refresh",), "names 'refresh', but there is no method refresh_from_weights"),
+    ],
+)
+def test_a_wrong_declaration_is_told(names: object, problem: str) -> None:
+    wrong = type("Wrong", (), {"verify_extensions": names})
+    with pytest.raises(SubjectError, match=re.escape(problem)):
+        declared(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from harness.drive.traffic import problem
+from harness.drive.traffic import implied, problem
 from harness.scenario.model import (
     AdamW,
     Build,
@@ -16,6 +16,7 @@ from harness.scenario.model import (
     Parameter,
     Part,
     Scenario,
+    Skip,
     Step,
     Values,
 )
@@ -62,6 +63,31 @@ WANTED = [*reduced_step(0, 1), *reduced_step(2, 2)]
 def test_what_the_layout_implies_is_no_problem() -> None:
     """One reduce-scatter and one all-gather a bucket, one all-reduce a norm; a discarded step sends nothing."""
     assert problem(SCENARIO, WANTED) is None
+
+
+def test_a_skipped_step_reduces_and_gathers_nothing() -> None:
+    skipped = scenario_of(PART, Skip(), PART, Step())
+    wanted = [*reduced_step(0, 1)[:3], *reduced_step(1, 1)]
+
+    assert problem(skipped, wanted) is None
+    assert problem(skipped, [*reduced_step(0, 1), *reduced_step(1, 1)]) is not None
+    assert implied(skipped)(0, "gather") == []
+
+
+def test_a_rebuild_changes_what_is_called_from_there_on() -> None:
+    """What the construction itself calls is not fixed, also where it belongs to a step."""
+    rebuilt = scenario_of(PART, Step(), Build(100), PART, Step())
+    whole = [
+        call(1, Stage.BUILD, "all_gather", "uint8", 32),
+        call(1, Stage.REDUCE, "reduce_scatter", "fp32", 8),
+        call(1, Stage.NORM, "all_reduce", "fp64", 1),
+        call(1, Stage.GATHER, "all_gather", "bf16", 4),
+    ]
+
+    assert problem(rebuilt, [*reduced_step(0, 1), *whole]) is None
+    assert problem(rebuilt, [*reduced_step(0, 1), *reduced_step(1, 1)]) is not None
+    assert implied(rebuilt)(1, "build") is None
+    assert implied(rebuilt)(1, "reduce") == [("reduce_scatter", "fp32", 8)]
 
 
 @pytest.mark.parametrize(
