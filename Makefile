@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test-cpu stress train bench soak lint fmt clean
+.PHONY: help setup verify fuzz test-cpu stress train bench soak lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -33,6 +33,9 @@ $(VENV)/.ready: $(CONSTRAINTS) pyproject.toml
 verify: $(READY) ## verify ZeroMaster: 300 scenarios over worlds 1, 2, 3, 4, bit for bit
 	$(RUN) harness verify --examples 300
 
+fuzz: $(READY) ## search for a violation for MINUTES (10), with as many processes as there are cores; goes on where it stopped
+	$(RUN) harness fuzz --minutes $(or $(MINUTES),10) $(FUZZ)
+
 train: $(READY) ## train a small language model sharded and unsharded, side by side
 	$(RUN) harness train --world 2 --steps 60
 
@@ -45,10 +48,10 @@ soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)
 
-stress: $(READY) ## damaged case files, campaigns at once, killed campaigns, every way to fail on every rank (half an hour)
+stress: $(READY) ## damaged case files, campaigns at once, killed campaigns, all of what test-cpu tries a part of (an hour)
 	$(RUN) pytest tests/stress -q -s
 	HARNESS_KILL_ROUNDS=$${HARNESS_KILL_ROUNDS:-30} $(RUN) pytest tests/ranks/test_parent_killed.py -q -s
-	FULL_TABLE=1 $(RUN) pytest tests/ranks/test_table_of_failures.py tests/negative/test_simulated.py -q -s
+	FULL_TABLE=1 $(RUN) pytest tests/unit tests/negative tests/ranks tests/cli -q -s
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	ci/lint "$(RUN)"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from harness.evaluate import Pool
 from harness.report.result import Result
@@ -12,6 +15,23 @@ from harness.scenario.model import Scenario
 from harness.subjects import source
 
 SUBJECTS = Path(__file__).parent / "subjects"
+
+FULL_TABLE = bool(os.environ.get("FULL_TABLE"))
+"""With FULL_TABLE=1 in the environment (`make stress`) every class is tried in both kinds of world, every way to fail
+on every rank, every case of what is sampled below. Else each class in one kind of world, or by its saved case.
+"""
+
+T = TypeVar("T")
+
+
+def sampled(items: Iterable[T], every: int) -> list[T]:
+    """Each so-manieth of what differs only in details; all with FULL_TABLE."""
+    return list(items)[:: 1 if FULL_TABLE else every]
+
+
+def repetitions(few: int, many: int) -> int:
+    """How often something is tried that one time shows nearly as well: ``many`` times with FULL_TABLE."""
+    return many if FULL_TABLE else few
 
 
 class Silent:
@@ -42,7 +62,7 @@ class Campaigns:
         examples: int,
         seed: int = 5,
         timeout_s: float | None = None,
-        shrink_s: float = 2.0,
+        shrink_s: float = 0.5,
         args: dict[str, source.Scalar] | None = None,
     ) -> Result:
         """A campaign over ``FILE.py:Class`` of tests/subjects, or over a built-in name."""

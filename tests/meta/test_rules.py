@@ -58,10 +58,15 @@ def test_one_module_of_the_core_calls_torch_distributed(path: Path) -> None:
     assert not calls
 
 
-def test_one_module_draws_with_hypothesis() -> None:
-    """Ranks must not depend on Hypothesis, and the handling of its seed is in one place."""
+def test_few_modules_draw_with_hypothesis() -> None:
+    """Ranks must not depend on Hypothesis, and the handling of its seed is in two places."""
     importers = {_title(path) for path in SOURCES if any(name.split(".")[0] == "hypothesis" for name in _imports(path))}
-    assert importers == {"harness/scenario/generate.py"}
+    assert importers == {
+        "harness/scenario/generate.py",
+        "harness/fuzz/machine.py",
+        "harness/fuzz/rounds.py",
+        "harness/profiles.py",
+    }
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_title)
@@ -80,6 +85,7 @@ def test_checks_survive_python_o(path: Path) -> None:
         "harness.doctor.examination",
         "harness.bench.campaign",
         "harness.soak.campaign",
+        "harness.fuzz.rounds",
     ],
 )
 def test_the_waiting_process_imports_no_torch(module: str) -> None:
