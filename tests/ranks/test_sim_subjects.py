@@ -138,4 +138,5 @@ def test_a_read_that_spoils_nothing_is_found_by_looking_closely(
     assert "in _reduce" in result.failure.message
     again = simulated.replay(Path(result.failure.case or ""), "racing.py:PeeksBeforeWait")
     assert again.failure is not None
-    assert again.failure.message == result.failure.message
+    # Whether there was time to make it as small as can be is said too.
+    assert result.failure.message.startswith(again.failure.message or "nothing")
