@@ -6,13 +6,14 @@ line on stderr and one of five exit codes, never in a traceback on the terminal.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import click
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from harness.runner import CampaignOptions
     from harness.scenario.codec import SubjectReference
     from harness.subjects.source import Scalar, SubjectSource
+
+T = TypeVar("T")
 
 DEFAULT_SUBJECT = "zero2"
 DEFAULT_EXAMPLES = 300
@@ -780,18 +783,9 @@ def fuzz(
         merge=tuple(Path(each) for each in merge),
     )
     with _streams(output) as (text, errors):
-        began = time.monotonic()
-        try:
-            with show.FuzzProgress(errors) as progress:
-                result = run_fuzz(options, progress)
-        except UsageError:
-            raise
-        except KeyboardInterrupt:
-            result = _undecided(campaign, "interrupted before any result", time.monotonic() - began, interrupted=True)
-        except Exception as error:  # noqa: BLE001  (as in _judge)
-            result = _undecided(campaign, ending.internal_error(error), time.monotonic() - began)
+        result = _result_of(show.FuzzProgress(errors), functools.partial(run_fuzz, options), campaign)
         code = _deliver(output, result, result.exit_code)
-        print_result(text, result, missing=result.fuzz.missing if result.fuzz is not None else ())
+        print_result(text, result)
         return code
 
 
@@ -830,20 +824,24 @@ def _judge(
     """Run a campaign, or the replay of one case: show progress, write the result and print it; the exit code."""
     with _streams(output) as (text, errors):
         TextConsole(text).say(first)
-        began = time.monotonic()
-        try:
-            with ProgressReport(errors) as progress:
-                result = run(progress)
-        except UsageError:
-            raise
-        except KeyboardInterrupt:
-            result = _undecided(options, "interrupted before any result", time.monotonic() - began, interrupted=True)
-        except Exception as error:  # noqa: BLE001  (an internal error is "unknown", with a result like any other)
-            result = _undecided(options, ending.internal_error(error), time.monotonic() - began)
+        result = _result_of(ProgressReport(errors), run, options)
         code = _deliver(output, result, result.exit_code)
-        missing = _missing(result, options.bucket) if campaign and options.parameters is None else []
-        print_result(text, result, missing=missing, campaign=campaign)
+        print_result(text, result, campaign=campaign)
         return code
+
+
+def _result_of(shown: AbstractContextManager[T], run: Callable[[T], Result], options: CampaignOptions) -> Result:
+    """What ``run`` gives, with its progress shown; whatever happens there, there is a result."""
+    began = time.monotonic()
+    try:
+        with shown as progress:
+            return run(progress)
+    except UsageError:
+        raise
+    except KeyboardInterrupt:
+        return _undecided(options, "interrupted before any result", time.monotonic() - began, interrupted=True)
+    except Exception as error:  # noqa: BLE001  (an internal error is "unknown", with a result like any other)
+        return _undecided(options, ending.internal_error(error), time.monotonic() - began)
 
 
 @contextmanager
@@ -862,14 +860,6 @@ def _deliver(output: inputs.JsonOutput | None, result: object, code: int) -> int
             code = code or results.EXIT_UNKNOWN
             _complain(f"error: --json {output.given}: the result could not be written: {error.strerror}", code)
     return code
-
-
-def _missing(result: Result, bucket: int | None) -> list[str]:
-    """Situations that a full campaign over these worlds reaches and this one did not."""
-    from harness.scenario.situations import Situation, required
-
-    wanted = required(result.worlds, bucket)
-    return [item.value for item in Situation if item in wanted and not result.reached.get(item.value)]
 
 
 def _undecided(options: CampaignOptions, reason: str, seconds: float, *, interrupted: bool = False) -> Result:

@@ -512,16 +512,23 @@ def undecided_reason(options: CampaignOptions, tally: Tally) -> str | None:
     full = tally.num_run + tally.discarded >= FULL_CAMPAIGN and {3, 4} <= set(options.worlds)
     if not full or options.parameters is not None:
         return None
-    wanted = required(options.worlds, options.bucket, tally.extension)
-    missing = [situation.value for situation in Situation if situation in wanted and not tally.reached[situation.value]]
-    # What every scenario that had it was declined for lies outside the subject's space; all else had to be reached.
-    missing = [name for name in missing if not tally.declined[name]]
+    missing = not_reached(options, tally)
     if missing:
         return f"a full campaign never reached: {', '.join(missing)}"
     unchecked = [prop.value for prop in APPLICABLE if not tally.checks[prop.value]]
     if unchecked:
         return f"a full campaign never checked: {', '.join(unchecked)}"
     return None
+
+
+def not_reached(options: CampaignOptions, tally: Tally) -> tuple[str, ...]:
+    """The situations that a full campaign must reach and that this one did not; of a given list none is asked."""
+    if options.parameters is not None:
+        return ()
+    wanted = required(options.worlds, options.bucket, tally.extension)
+    # What every scenario that had it was declined for lies outside the subject's space; all else is to be reached.
+    names = (situation.value for situation in Situation if situation in wanted)
+    return tuple(name for name in names if not tally.reached[name] and not tally.declined[name])
 
 
 def _compared_nothing(checks: Mapping[str, int]) -> bool:
@@ -557,6 +564,7 @@ def result_of(
         oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties={prop.value: tally.checks[prop.value] for prop in Property},
         reached={situation.value: tally.reached[situation.value] for situation in Situation},
+        missing=not_reached(options, tally) if replayed is None else (),
         margin=tally.margin,
         changed=dict(tally.changed),
         recycled=tuple(tally.recycled),

@@ -40,6 +40,7 @@ from harness.report import result as results
 from harness.report.result import Failure, FuzzSummary, Result, Slowest
 from harness.runner import FULL_CAMPAIGN, CampaignOptions, result_of, undecided_reason
 from harness.scenario.model import CONTRACT
+from harness.scenario.situations import Situation, required
 from harness.tally import Tally
 
 TICK_S = 0.2
@@ -306,8 +307,10 @@ class _Campaign:
 
     def _heard(self, worker: Worker, report: object) -> None:
         match report:
-            case Ready(required=required, extension=extension):
-                self.required, self.extension, worker.ready = required, extension, True
+            case Ready(extension=extension):
+                wanted = required(self.campaign.worlds, self.campaign.bucket, extension)
+                self.required = tuple(situation.value for situation in Situation if situation in wanted)
+                self.extension, worker.ready = extension, True
             case Progress():
                 worker.progress = report
             case Done():
@@ -511,8 +514,7 @@ class _Campaign:
                 slowest=None
                 if slowest is None
                 else Slowest(id=slowest.id, scenario=slowest.scenario, seconds=slowest.seconds),
-                required=len(self.required),
-                missing=tuple(name for name in self.required if not tally.reached[name]),
+                required=sum(tally.reached[name] > 0 or not tally.declined[name] for name in self.required),
                 directory=os.fspath(self.state.directory),
             ),
         )

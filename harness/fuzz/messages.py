@@ -82,10 +82,9 @@ class Slow(Struct, frozen=True, array_like=True):
 class Ready(Struct, frozen=True, tag=True, kw_only=True):
     """The ranks are warm, the subject can be used.
 
-    ``required``: situations that a full campaign must reach. ``extension``: what the subject takes beyond the contract.
+    ``extension``: what the subject takes beyond the contract.
     """
 
-    required: tuple[str, ...]
     extension: Extension = CONTRACT
 
 

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import IO, Self
 
 from rich.console import Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from harness.fuzz.campaign import View
-from harness.report.console import LINE_INTERVAL_S, TextConsole, count, duration, is_terminal, visible
+from harness.report.console import LINE_INTERVAL_S, TextConsole, count, duration, live_display, visible
 
 MISSING_SHOWN = 6
 
@@ -26,16 +25,7 @@ class FuzzProgress:
         self._console = TextConsole(stream)
         self._clock = clock
         self._last_line: float | None = None
-        self._live: Live | None = None
-        if is_terminal(stream):
-            self._live = Live(
-                Text("starting workers"),
-                console=self._console,
-                refresh_per_second=5,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+        self._live = live_display(self._console, Text("starting workers"))
 
     def __enter__(self) -> Self:
         """Start the live table, if there is one."""

@@ -25,7 +25,6 @@ from harness.launch.wire import Channel, Kind
 from harness.runner import CampaignOptions
 from harness.scenario import codec
 from harness.scenario.model import Scenario, beyond
-from harness.scenario.situations import required
 from harness.subjects.source import SubjectSource
 from harness.verdict import Property
 
@@ -62,9 +61,7 @@ def _serve(channel: Channel) -> None:
             evaluator.prepare(setup.worlds[0])
             if setup.canaries:
                 _require_canaries(pool, setup.worlds[0])
-            wanted = required(setup.worlds, None, evaluator.extension)
-            names = tuple(sorted(situation.value for situation in wanted))
-            line.say(Ready(required=names, extension=evaluator.extension))
+            line.say(Ready(extension=evaluator.extension))
             _Worker(setup, evaluator, line).obey(channel)
     except UsageError as error:
         line.say(Trouble("usage", str(error)))

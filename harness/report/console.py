@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Protocol, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
@@ -115,7 +115,6 @@ class ProgressReport:
         self._began = clock()
         self._last_line: float | None = None
         self._seconds: float | None = None
-        self._live: Live | None = None
         self._now = Text(no_wrap=True, overflow="ellipsis", style="dim")
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -126,15 +125,7 @@ class ProgressReport:
             console=self._console,
         )
         self._task = self._bar.add_task("verify", total=None, rate="starting ranks", left="")
-        if is_terminal(stream):
-            self._live = Live(
-                Group(self._bar, self._now),
-                console=self._console,
-                refresh_per_second=5,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+        self._live = live_display(self._console, Group(self._bar, self._now))
 
     def __enter__(self) -> Self:
         """Start the live bar, if there is one."""
@@ -193,13 +184,11 @@ class ProgressReport:
         return f"{duration(min(bounds))} left" if bounds else ""
 
 
-def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool = True) -> list[tuple[str, str]]:
+def result_lines(result: Result, *, campaign: bool = True) -> list[tuple[str, str]]:
     """A result as ``(line, style)`` pairs: the failure last, and its replay command as the very last line.
 
-    ``missing`` are situations that the campaign should have reached and did not; ``campaign`` is False for a replay,
-    of which only the verdict and what was checked are shown.
+    ``campaign`` is False for a replay, of which only the verdict and what was checked are shown.
     """
-    missing = tuple(missing)
     lines = [(_headline(result), _STYLES[result.verdict])]
     if result.reason is not None:
         lines.append((_labelled("reason", result.reason), ""))
@@ -217,12 +206,12 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
         lines.append((BOUND_LINE, ""))
     if campaign:
         lines.append((f"  reached      {count(sum(1 for count in result.reached.values() if count), 'situation')}", ""))
-        if missing and complete:
-            lines.append((f"  not reached  {', '.join(missing)}", ""))
+        if result.missing and complete:
+            lines.append((f"  not reached  {', '.join(result.missing)}", ""))
     if result.margin is not None:
         lines.append((f"  margin       the largest error was {result.margin:.3g} of its bound", ""))
     if result.fuzz is not None:
-        lines.extend((line, "") for line in _fuzz_lines(result.fuzz))
+        lines.extend((line, "") for line in _fuzz_lines(result.fuzz, len(result.missing)))
     if result.changed:
         lines.append((f"  put back     {_counts(result.changed)}", ""))
     if result.recycled:
@@ -234,13 +223,12 @@ def result_lines(result: Result, *, missing: Iterable[str] = (), campaign: bool 
     return lines
 
 
-def _fuzz_lines(fuzz: FuzzSummary) -> list[str]:
+def _fuzz_lines(fuzz: FuzzSummary, num_missing: int) -> list[str]:
     """What only a fuzz campaign has; of several findings each is a line, the first one is told in full below."""
     before = f", {fuzz.resumed:,} of them before" if fuzz.resumed else ""
     lines = [_labelled("rounds", f"{fuzz.rounds:,}{before}, kept in {fuzz.directory}, ids {fuzz.ids_digest}")]
     if fuzz.required:
-        reached = fuzz.required - len(fuzz.missing)
-        lines.append(_labelled("required", f"{reached} of {fuzz.required} situations reached"))
+        lines.append(_labelled("required", f"{fuzz.required - num_missing} of {fuzz.required} situations reached"))
     if fuzz.slowest is not None:
         lines.append(_labelled("slowest", f"{fuzz.slowest.seconds:.2f} s: {fuzz.slowest.scenario}"))
     if len(fuzz.findings) > 1:
@@ -340,10 +328,10 @@ def listing_lines(listing: Mapping[str, Mapping[str, str] | Sequence[str]]) -> l
     return lines
 
 
-def print_result(stream: IO[str], result: Result, *, missing: Iterable[str] = (), campaign: bool = True) -> None:
+def print_result(stream: IO[str], result: Result, *, campaign: bool = True) -> None:
     """Print :func:`result_lines` to ``stream``, coloured where it is a terminal."""
     console = TextConsole(stream)
-    for line, style in result_lines(result, missing=missing, campaign=campaign):
+    for line, style in result_lines(result, campaign=campaign):
         console.say(line, style)
 
 
@@ -398,6 +386,15 @@ def _has(scenario: Scenario, kind: type) -> bool:
     return any(isinstance(operation, kind) for operation in scenario.operations)
 
 
-def is_terminal(stream: IO[str]) -> bool:
+def live_display(console: Console, shown: RenderableType) -> Live | None:
+    """What redraws itself on a terminal, and leaves nothing there; None elsewhere."""
+    if not _is_terminal(console.file):
+        return None
+    return Live(
+        shown, console=console, refresh_per_second=5, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+
+
+def _is_terminal(stream: IO[str]) -> bool:
     """Whether a stream can show what redraws itself."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

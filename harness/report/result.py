@@ -104,7 +104,8 @@ class FuzzSummary(Struct, frozen=True, kw_only=True):
     ``rounds``: done in all, ``resumed`` of them by earlier runs of this campaign; ``workers``: how many ran rounds.
     ``ids_digest``: of the ids of all scenarios of the rounds done, in order: equal for two campaigns of one seed that
     did the same rounds. ``findings``: distinct violations, of which `failure` is the first. ``directory``: where it
-    resumes from. ``required``: how many situations a full campaign must reach, ``missing``: those not reached.
+    resumes from. ``required``: how many situations a full campaign must reach, without those that the subject
+    declined.
     """
 
     rounds: int
@@ -114,7 +115,6 @@ class FuzzSummary(Struct, frozen=True, kw_only=True):
     findings: tuple[Failure, ...]
     slowest: Slowest | None
     required: int
-    missing: tuple[str, ...]
     directory: str
 
 
@@ -126,7 +126,8 @@ class Result(Struct, frozen=True, kw_only=True):
     ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
     own (and what was put back) -> scenarios in which it did. ``recycled``: for each time that ranks were replaced
     because of what had piled up in them, why. ``reason`` says why the verdict is unknown, else None. ``margin``: the
-    largest error of a comparison with a bound in terms of that bound; None when there was none.
+    largest error of a comparison with a bound in terms of that bound; None when there was none. ``missing``: situations
+    that a full campaign must reach and that did not come up.
     """
 
     verdict: Verdict
@@ -149,6 +150,7 @@ class Result(Struct, frozen=True, kw_only=True):
     order: str | None = None
     schedule: str | None = None
     margin: float | None = None
+    missing: tuple[str, ...] = ()
     fuzz: FuzzSummary | None = None
     schema: int = SCHEMA
 

@@ -41,6 +41,8 @@ KNOWN: dict[str, frozenset[str]] = {
         "NormNotSquared": "ROOT",
         "NormOfTheStepBefore": "EARLIER",
         "NormDoubled": "TWICE",
+        "MasterOfMinusZeros": "SIGN_OF_ZERO",
+        "PairsAtRandom": "ORDER",
         "HalvesTheGradient": "",
         "LargestOfTheRanks": "",
         "AddsOne": "",

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.subjects.plain import Gradients, PlainZero
@@ -443,3 +446,26 @@ class TransposesMatrices(PlainZero):
     def _take(self) -> Gradients:
         grads = super()._take()
         return [g.t().contiguous() if g is not None and g.dim() == 2 else g for g in grads]
+
+
+# --- what only signs, or only the order, can tell
+
+
+class MasterOfMinusZeros(PlainZero):
+    """Takes the weights from zero and turns the sign: where one is zero, -0.0 is left."""
+
+    def _initial_master(self) -> Tensor:
+        return -(0.0 - super()._initial_master())
+
+
+class PairsAtRandom(PlainZero):
+    """Four ranks' contributions are added in pairs, and which those are changes from run to run."""
+
+    def _reduce(self, flat: Tensor) -> Tensor:
+        if self.world != 4:
+            return super()._reduce(flat)
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        one, *others = received.chunk(4)
+        random.SystemRandom().shuffle(others)
+        return (one + others[0]) + (others[1] + others[2])
