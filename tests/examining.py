@@ -12,8 +12,7 @@ from harness.relate import RelatedEvaluator
 from harness.scenario.model import Scenario
 from harness.scenario.relations import RelationReference
 from harness.scenario.situations import reached
-from harness.subjects import source
-from tests.support import SUBJECTS, Silent
+from tests.support import Silent, subject
 
 
 class Examining:
@@ -21,14 +20,13 @@ class Examining:
 
     Args:
         pool: runs the scenarios.
-        subject: ``FILE.py:Class`` of tests/subjects, or a built-in name.
+        name: the subject, as :func:`tests.support.subject` has it.
         shrink_s: upper bound of the time spent on making a violation smaller.
         go_on: whether a round goes on after a violation.
     """
 
-    def __init__(self, pool: Pool, subject: str, *, shrink_s: float = 20.0, go_on: bool = False) -> None:
-        given = f"{SUBJECTS / subject}" if ".py:" in subject else subject
-        self.evaluator = Evaluator(source.parse(given, None), pool)
+    def __init__(self, pool: Pool, name: str, *, shrink_s: float = 20.0, go_on: bool = False) -> None:
+        self.evaluator = Evaluator(subject(name), pool)
         self.examined: list[Scenario] = []
         self.found: list[Found] = []
         self.checks: Counter[str] = Counter()

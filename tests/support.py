@@ -34,6 +34,11 @@ def repetitions(few: int, many: int) -> int:
     return many if FULL_TABLE else few
 
 
+def subject(name: str, args: dict[str, source.Scalar] | None = None) -> source.SubjectSource:
+    """``FILE.py:Class`` of tests/subjects, or any other name as ``--subject`` has it."""
+    return source.parse(f"{SUBJECTS / name}" if ".py:" in name else name, args)
+
+
 class Silent:
     """An observer that shows nothing."""
 
@@ -56,7 +61,7 @@ class Campaigns:
 
     def run(
         self,
-        subject: str,
+        name: str,
         *,
         worlds: tuple[int, ...],
         examples: int,
@@ -65,19 +70,19 @@ class Campaigns:
         shrink_s: float = 0.5,
         args: dict[str, source.Scalar] | None = None,
     ) -> Result:
-        """A campaign over ``FILE.py:Class`` of tests/subjects, or over a built-in name."""
-        options = self._options(subject, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s, args=args)
+        """A campaign over a subject, given as :func:`subject` has it."""
+        options = self._options(name, worlds, seed, timeout_s, examples=examples, shrink_s=shrink_s, args=args)
         return run_campaign(options, Silent(), self.pool)
 
-    def replay(self, case: Path, subject: str) -> Result:
+    def replay(self, case: Path, name: str) -> Result:
         """One saved case, on a subject given in the same way."""
         loaded = codec.load(case)
-        options = self._options(subject, (loaded.scenario.world,), 0, None, examples=1, shrink_s=0.0)
+        options = self._options(name, (loaded.scenario.world,), 0, None, examples=1, shrink_s=0.0)
         return replay_case(loaded, case, options, Silent(), self.pool)
 
     def _options(
         self,
-        subject: str,
+        name: str,
         worlds: tuple[int, ...],
         seed: int,
         timeout_s: float | None,
@@ -87,7 +92,7 @@ class Campaigns:
         args: dict[str, source.Scalar] | None = None,
     ) -> CampaignOptions:
         return CampaignOptions(
-            subject=source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject, args),
+            subject=subject(name, args),
             worlds=worlds,
             backend=self.backend,
             seed=seed,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.sim import binding
 from harness.sim.buffers import Buffers, Unseen
+from harness.sim.frames import is_ours
 from harness.sim.memory import Extents, has_memory
 
 # Collectives, and the waits among them, look after their buffers themselves.
@@ -30,8 +31,6 @@ _FORM = frozenset(
      "_is_zerotensor", "_debug_has_internal_overlap"}
 )  # fmt: skip
 _FORM_OF_OTHER = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to"})  # use only the form of `other`
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_HARNESS = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARY = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 _PACKAGES = ("site-packages", "dist-packages")  # they lie inside the standard library's directory
 
@@ -174,7 +173,7 @@ def _where() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HARNESS, "<frozen")) and not _in_library(file):
+        if not (is_ours(file) or file.startswith("<frozen") or _in_library(file)):
             return f" at {Path(file).name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return ", called by torch itself"

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NoReturn, Protocol, TypeVar
 
-import torch
-
 from harness.sim.choices import Schedule
+from harness.sim.frames import is_ours
 from harness.sim.refusal import HINT, Refused
 
 MAX_WORLD = 256
@@ -37,8 +36,6 @@ _MAX_POLLS = 10_000
 
 T = TypeVar("T")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_TORCH = f"{PurePath(torch.__file__).parent}/"
-_HARNESS = f"{PurePath(__file__).parents[1]}/"
 
 
 class Wait(Protocol):
@@ -103,7 +100,7 @@ class Stop:
         found: dict[int, str] = {}
         for rank, stack in self.stacks.items():
             for file, line, function in _FRAME.findall(stack):
-                if not file.startswith((_TORCH, _HARNESS)) and "/lib/python3" not in file:
+                if not is_ours(file) and "/lib/python3" not in file:
                     found[rank] = f"at {PurePath(file).name}:{line} in {function}"
                     break
         return found

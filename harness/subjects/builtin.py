@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.faults.museum import catalogue
 from harness.scenario.model import CONTRACT, Extension
 
 
@@ -69,6 +70,11 @@ BUILTIN: dict[str, Builtin] = {
 
 
 def capabilities(subject: str) -> Capabilities:
-    """What may be asked of the subject: a built-in's own promises, else the class contract."""
+    """What may be asked of the subject (as ``SubjectSource.absolute`` has it): a built-in's own promises, those of
+    ``zero2`` for its variants in the bug museum, else the class contract."""
     builtin = BUILTIN.get(subject)
-    return builtin.capabilities if builtin else CLASS_SUBJECT
+    if builtin is not None:
+        return builtin.capabilities
+    if catalogue.is_variant_of_zero2(subject):
+        return _ZERO_MASTER
+    return CLASS_SUBJECT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import keyword
 import sysconfig
@@ -10,6 +11,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import UsageError
+from harness.faults.museum import catalogue
+from harness.faults.museum.exhibit import PREFIX, kebab
 from harness.subjects.builtin import BUILTIN
 
 Scalar = str | int | float | bool | None
@@ -20,7 +23,8 @@ class SubjectSource:
     """A class to verify.
 
     Attributes:
-        given: as the user wrote it: a built-in name, ``package.module:Class`` or ``path/to/file.py:Class``.
+        given: as the user wrote it: a built-in name, ``package.module:Class``, ``path/to/file.py:Class``, or
+            ``museum:NAME`` for an exhibit of the bug museum.
         absolute: the same with an absolute path where it is a file, so that a saved case replays from anywhere.
         args: further keyword arguments of the constructor.
     """
@@ -45,10 +49,18 @@ def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
             return SubjectSource(given, given, arguments)
         names = ", ".join(sorted(BUILTIN))
         raise UsageError(
-            f"--subject {given!r}: no built-in system of that name (there are: {names}); "
-            "name a class as package.module:Class or path/to/file.py:Class"
+            f"--subject {given!r}: no built-in system of that name (there are: {names}; exhibits of the museum are "
+            "museum:NAME); name a class as package.module:Class or path/to/file.py:Class"
         )
     where, _, name = given.rpartition(":")
+    if where == PREFIX:
+        exhibit = catalogue.exhibit(kebab(name))
+        if exhibit is not None:
+            return SubjectSource(given, exhibit.target, arguments)
+        if not _places(PREFIX):  # no module of the user's has this name
+            near = difflib.get_close_matches(kebab(name), catalogue.names(), n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else "; `museum --list` shows them"
+            raise UsageError(f"--subject {given!r}: no exhibit of that name in the museum{hint}")
     if not where or not _is_identifier(name):
         raise UsageError(
             f"--subject {given!r}: expected package.module:Class or path/to/file.py:Class, got class name {name!r}"

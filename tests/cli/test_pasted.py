@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import CommandLine
     from tests.support import Campaigns
 
-WRONG, RIGHT = "broken.py:LostFirstPart", "plain.py:PlainZero"
+WRONG, RIGHT = "broken.py:LostFirstPart", "museum:plain-zero"
 
 
 def test_it_fails_until_the_class_is_right(cli: CommandLine, campaigns: Campaigns) -> None:
@@ -27,7 +27,7 @@ def test_it_fails_until_the_class_is_right(cli: CommandLine, campaigns: Campaign
     pasted = "\n".join(printed[start:-1])
     assert pasted.strip() == failure.test.strip()
     (cli.directory / "test_wrong.py").write_text(pasted)
-    (cli.directory / "test_right.py").write_text(pasted.replace(f"{SUBJECTS}/{WRONG}", f"{SUBJECTS}/{RIGHT}"))
+    (cli.directory / "test_right.py").write_text(pasted.replace(f"{SUBJECTS}/{WRONG}", RIGHT))
 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tests.cli.conftest import CommandLine, InProcess
 
 SUBJECTS = Path(__file__).parents[1] / "subjects"
-RIGHT = f"{SUBJECTS}/plain.py:PlainZero"
-BROKEN = f"{SUBJECTS}/broken.py:OverwritesAtWorldOne"
+RIGHT = "museum:plain-zero"
+BROKEN = "museum:overwrites-at-world-one"
 
 
 def test_a_right_class_holds(cli: CommandLine) -> None:

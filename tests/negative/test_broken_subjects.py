@@ -56,7 +56,7 @@ def test_a_saved_case_fails_again_and_holds_once_the_class_is_mended(simulated: 
     case = Path(_violated(simulated.run("broken.py:LostFirstPart", worlds=(1, 2, 3, 4), examples=50)).case or "")
 
     again = simulated.replay(case, "broken.py:LostFirstPart")
-    mended = simulated.replay(case, "plain.py:PlainZero")
+    mended = simulated.replay(case, "museum:plain-zero")
 
     assert _violated(again).case == str(case)
     assert mended.verdict == "holds", mended.reason
@@ -73,7 +73,7 @@ def test_a_failing_scenario_is_made_small(simulated: Campaigns) -> None:
 
 
 def test_a_wrong_value_names_the_element_and_its_bits(simulated: Campaigns) -> None:
-    failure = _violated(simulated.run("broken.py:MeanForSum", worlds=(2,), examples=20))
+    failure = _violated(simulated.run("museum:mean-for-sum", worlds=(2,), examples=20))
 
     assert (failure.step, failure.rank) == (0, 0)
     assert failure.bucket is not None

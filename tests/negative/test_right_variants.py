@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.subjects.catalogue import RIGHT
+from harness.faults.museum.catalogue import CONTROLS
+from harness.faults.museum.exhibit import Control
 from tests.support import FULL_TABLE, Campaigns
 
 EXAMPLES = 16
@@ -23,23 +24,22 @@ WITHIN_THE_BOUND = (
 
 # What refuses scenarios and what is held against the bound is looked at here alone; of the others each sixth.
 CHOSEN = [
-    name
-    for index, name in enumerate(RIGHT)
-    if FULL_TABLE or index % 6 == 0 or name in REFUSING or name in WITHIN_THE_BOUND
+    control
+    for index, control in enumerate(CONTROLS)
+    if FULL_TABLE or index % 6 == 0 or control.name in (*REFUSING, *WITHIN_THE_BOUND)
 ]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_right_variant_holds(name: str, campaigns: Campaigns) -> None:
+@pytest.mark.parametrize("control", CHOSEN, ids=lambda control: control.id)
+def test_a_right_variant_holds(control: Control, campaigns: Campaigns) -> None:
     """Bit for bit in whatever order it adds; what no order explains is said to be within the bound."""
-    file = "plain.py" if name == "PlainZero" else "right.py"
-    result = campaigns.run(f"{file}:{name}", worlds=(1, 2, 3, 4), examples=EXAMPLES, seed=SEED)
+    result = campaigns.run(control.subject, worlds=(1, 2, 3, 4), examples=EXAMPLES, seed=SEED)
 
     assert result.verdict == "holds", (result.reason, result.failure)
     assert result.examples.run + result.examples.discarded == EXAMPLES
-    assert (result.examples.discarded > 0) == (name in REFUSING)
+    assert (result.examples.discarded > 0) == (control.name in REFUSING)
     assert {world for world, of_world in result.examples.per_world.items() if of_world.count} == {1, 2, 3, 4}
     assert result.reached["order-matters"] > 0
     assert result.oracle["exact"] > 0
     assert result.oracle["ordered"] > 0
-    assert (result.oracle["bound"] > 0) == (name in WITHIN_THE_BOUND)
+    assert (result.oracle["bound"] > 0) == (control.name in WITHIN_THE_BOUND)

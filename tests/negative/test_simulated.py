@@ -11,9 +11,11 @@ import contextlib
 import pytest
 
 from harness.evaluate import start_pool
+from harness.faults.museum.catalogue import CONTROLS
+from harness.faults.museum.exhibit import Control
 from tests.negative.test_right_variants import CHOSEN
 from tests.subjects import catalogue
-from tests.subjects.catalogue import BROKEN, RIGHT, Broken
+from tests.subjects.catalogue import BROKEN, Broken
 from tests.support import FULL_TABLE, Campaigns
 
 EXAMPLES = 150
@@ -49,10 +51,12 @@ def test_a_broken_subject_is_caught_where_it_first_shows(
     assert result.failure.stage in broken.stages, result.failure.message
 
 
-@pytest.mark.parametrize("name", [name for name in RIGHT if FULL_TABLE or name not in CHOSEN])
-def test_a_right_variant_holds(name: str, simulated: Campaigns, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "control", [each for each in CONTROLS if FULL_TABLE or each not in CHOSEN], ids=lambda control: control.id
+)
+def test_a_right_variant_holds(control: Control, simulated: Campaigns, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every operation is looked at."""
     monkeypatch.setattr("harness.runner.CLOSELY_EVERY", 8)
-    result = simulated.run(f"right.py:{name}", worlds=(1, 2, 3, 4), examples=8)
+    result = simulated.run(control.subject, worlds=(1, 2, 3, 4), examples=8)
 
     assert result.verdict == "holds", (result.reason, result.failure)

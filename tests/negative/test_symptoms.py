@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.diagnosis.symptoms import Symptom
+from harness.diagnosis.symptoms import named_by
 from tests.subjects.symptom_table import BROKEN, JUDGED, KNOWN
 from tests.support import Campaigns, sampled
 
@@ -60,8 +60,3 @@ def _judge(subject: str, right: frozenset[str], simulated: Campaigns, table: Tab
     assert named is None or named.name in right, (failure.symptom, failure.pattern)
     if right:
         table.named.append(named is not None)
-
-
-def named_by(text: str) -> Symptom:
-    """The symptom behind its phrase, which a detail may follow."""
-    return next(symptom for symptom in Symptom if text == symptom.value or text.startswith(f"{symptom.value} ("))

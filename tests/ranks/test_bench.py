@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,8 @@ from harness.drive.tasks import SubjectName
 from harness.errors import UsageError
 from harness.launch.pool import RankPool
 from harness.scenario import generate
-from harness.subjects.source import parse
-from tests.support import repetitions, sampled
+from tests.support import repetitions, sampled, subject
 
-SUBJECTS = Path(__file__).parents[1] / "subjects"
 ZERO2 = SubjectName("zero2")
 
 
@@ -27,10 +24,9 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _bench(pool: RankPool, subject: str = "zero2", world: int = 2, examples: int = 4) -> BenchResult:
-    name = subject if subject == "zero2" else str(SUBJECTS / subject)
+def _bench(pool: RankPool, name: str = "zero2", world: int = 2, examples: int = 4) -> BenchResult:
     options = BenchOptions(
-        subject=parse(name),
+        subject=subject(name),
         worlds=(world,),
         examples=examples,
         seed=4,
@@ -71,7 +67,7 @@ def test_a_bench_has_every_world_every_part_and_both_tables(pool: RankPool) -> N
 
 
 def test_scenarios_outside_the_subjects_space_are_left_out(pool: RankPool) -> None:
-    cost = _bench(pool, "right.py:RefusesThirdPart", examples=12).per_world[2]
+    cost = _bench(pool, "museum:refuses-third-part", examples=12).per_world[2]
 
     assert cost.discarded > 0
     assert cost.scenarios == 12 - cost.discarded
@@ -88,7 +84,7 @@ def test_a_subject_that_fails_is_a_violation_in_a_sentence(pool: RankPool, name:
 
 
 def test_a_subject_that_raises_in_a_bare_run_is_one_too(pool: RankPool) -> None:
-    bench = Bench(parse(str(SUBJECTS / "broken.py:RaisesInGather")), pool, 2)
+    bench = Bench(subject("broken.py:RaisesInGather"), pool, 2)
     scenario = next(
         scenario for scenario in (generate.draw(6, index, (2,)) for index in range(50)) if len(scenario.operations) > 9
     )

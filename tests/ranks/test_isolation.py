@@ -15,19 +15,19 @@ from harness.scenario import presets
 from harness.subjects.source import Scalar
 from harness.verdict import RankStatus, RankVerdict
 from tests.subjects.rude import RUDE
-from tests.support import SUBJECTS, Campaigns, repetitions, sampled
+from tests.support import Campaigns, repetitions, sampled, subject
 
 TIMEOUT_S = 120.0  # of one scenario of a few milliseconds
-PLAIN = "plain.py:PlainZero"
+PLAIN = "museum:plain-zero"
 # One step of two parts, whose sums round.
 SCENARIO = presets.campaign(presets.parameters("tiny-mlp"), world=2, bucket=1000, seed=3)[1]
 
 
 def verdicts(
-    pool: RankPool, subject: str, args: dict[str, Scalar] | None = None, *, exchanges: bool = False
+    pool: RankPool, name: str, args: dict[str, Scalar] | None = None, *, exchanges: bool = False
 ) -> list[RankVerdict]:
-    """What the ranks say about one scenario of ``FILE.py:Class``; none may fail to answer."""
-    task = RunScenario(SubjectName(str(SUBJECTS / subject), args or {}), SCENARIO, exchanges)
+    """What the ranks say about one scenario of a subject; none may fail to answer."""
+    task = RunScenario(SubjectName(subject(name).absolute, args or {}), SCENARIO, exchanges)
     outcome = pool.run(SCENARIO.world, encode(task), timeout_s=TIMEOUT_S)
     assert outcome.replied, [report.error or report.output for report in outcome.ranks]
     return [msgspec.msgpack.decode(report.reply or b"", type=RankVerdict) for report in outcome.ranks]
@@ -112,7 +112,7 @@ def test_a_process_that_lost_its_group_is_not_to_be_used_again(fresh: RankPool) 
 
 def test_a_rank_shows_where_it_hangs_though_an_earlier_class_took_all_signals(fresh: RankPool) -> None:
     verdicts(fresh, "rude.py:Rude", {"how": "signals"})
-    task = RunScenario(SubjectName(str(SUBJECTS / "broken.py:HangsInNorm")), SCENARIO)
+    task = RunScenario(SubjectName(subject("broken.py:HangsInNorm").absolute), SCENARIO)
     outcome = fresh.run(2, encode(task), timeout_s=3.0)
 
     hung = [report for report in outcome.ranks if report.stacks is not None]

@@ -11,11 +11,10 @@ from harness.checking import REGRESSIONS
 from harness.evaluate import Pool
 from harness.scenario import codec
 from harness.scenario.model import MAX_WORLD
-from tests.subjects.catalogue import BROKEN, SAVED
-from tests.support import SUBJECTS, sampled
+from tests.subjects.catalogue import SAVED, wrong
+from tests.support import sampled, subject
 
 CASES = sorted(REGRESSIONS.glob("*.json"))
-EXPECTED = {each.name: each for each in BROKEN}
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +51,10 @@ def test_zero_master_holds_on_real_ranks(path: Path, scenario_pool: Pool) -> Non
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_class_that_it_came_from_is_still_wrong(path: Path, simulated_pool: Pool) -> None:
     """A case that shows nothing any more is no regression test."""
-    broken = EXPECTED[SAVED[path.stem]]
+    expected = wrong(SAVED[path.stem])
     with pytest.raises(AssertionError) as raised:
-        check_case(path, subject=f"{SUBJECTS}/broken.py:{broken.name}", pool=simulated_pool)
+        check_case(path, subject=subject(expected.subject).given, pool=simulated_pool)
 
     lines = dict(line.split(maxsplit=1) for line in str(raised.value).splitlines() if len(line.split(maxsplit=1)) == 2)
-    assert lines["property"] in broken.properties
-    assert lines["stage"] in broken.stages
+    assert lines["property"] in expected.properties
+    assert lines["stage"] in expected.stages

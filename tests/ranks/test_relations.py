@@ -83,7 +83,7 @@ def test_a_simulated_world_gives_the_bits_of_real_ranks(simulated: Campaigns, tm
 
 def test_a_race_that_gloo_hides_is_a_difference_between_tiers(campaigns: Campaigns, tmp_path: Path) -> None:
     path = codec.save(codec.Case(PLAIN, relation=RelationReference(Relation.TIER)), tmp_path)
-    result = campaigns.replay(path, "racing.py:ReadsBeforeWait")
+    result = campaigns.replay(path, "museum:reads-before-wait")
 
     assert result.verdict == "violated"
     assert result.failure is not None
@@ -100,7 +100,7 @@ def test_what_a_class_declares_is_drawn(simulated: Campaigns) -> None:
 
 
 def test_what_a_class_does_not_declare_is_not_drawn(simulated: Campaigns) -> None:
-    result = simulated.run("plain.py:PlainZero", worlds=(1, 2), examples=repetitions(36, 60))
+    result = simulated.run("museum:plain-zero", worlds=(1, 2), examples=repetitions(36, 60))
 
     assert result.verdict == "holds", result.failure
     assert not result.reached["mixed-dtypes"]

@@ -20,20 +20,24 @@ def _failure(simulated: Campaigns, subject: str, worlds: tuple[int, ...] = WORLD
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "words"),
+    ("subject", "stage", "words"),
     [
-        ("ReadsBeforeWait", "gather", ("read output", "all_gather", "before wait()", "in gather_params")),
-        ("ReusesInputBeforeWait", "reduce", ("changed the input", "reduce_scatter", "before wait()")),
-        ("WritesOutputBeforeWait", "reduce", ("wrote the output", "reduce_scatter", "before wait()")),
-        ("NeverWaits", "reduce", ("read the output", "reduce_scatter", "before wait()")),
-        ("GivesOutputOtherMemory", "reduce", ("moved the memory of the output", "reduce_scatter", "before wait()")),
-        ("ReadsThroughNumpyBeforeWait", "reduce", ("holds until wait()",)),
+        ("museum:reads-before-wait", "gather", ("read output", "all_gather", "before wait()", "in gather_params")),
+        ("racing.py:ReusesInputBeforeWait", "reduce", ("changed the input", "reduce_scatter", "before wait()")),
+        ("racing.py:WritesOutputBeforeWait", "reduce", ("wrote the output", "reduce_scatter", "before wait()")),
+        ("racing.py:NeverWaits", "reduce", ("read the output", "reduce_scatter", "before wait()")),
+        (
+            "racing.py:GivesOutputOtherMemory",
+            "reduce",
+            ("moved the memory of the output", "reduce_scatter", "before wait()"),
+        ),
+        ("racing.py:ReadsThroughNumpyBeforeWait", "reduce", ("holds until wait()",)),
     ],
 )
 def test_a_buffer_that_is_used_before_the_wait_is_named(
-    name: str, stage: str, words: tuple[str, ...], simulated: Campaigns
+    subject: str, stage: str, words: tuple[str, ...], simulated: Campaigns
 ) -> None:
-    failure = _failure(simulated, f"racing.py:{name}", worlds=(2,))
+    failure = _failure(simulated, subject, worlds=(2,))
 
     assert failure.stage == stage
     assert failure.rank == 1  # the last one
@@ -50,7 +54,7 @@ def test_a_buffer_that_is_left_alone_holds(name: str, simulated: Campaigns, monk
 
 
 def test_a_collective_in_a_finaliser_meets_those_of_the_others(simulated: Campaigns) -> None:
-    failure = _failure(simulated, "racing.py:MeetsNobodyInItsEnd", worlds=(2,))
+    failure = _failure(simulated, "museum:meets-nobody-in-its-end", worlds=(2,))
 
     assert failure.property == "traffic"
     assert "rank 1 called barrier" in failure.message
@@ -77,7 +81,7 @@ def test_a_class_that_interrupts_the_harness_is_to_blame(simulated: Campaigns) -
 
 
 def test_equal_buckets_in_another_order_are_named(simulated: Campaigns) -> None:
-    failure = _failure(simulated, "broken.py:SwapsEqualBuckets")
+    failure = _failure(simulated, "museum:swaps-equal-buckets")
 
     assert (failure.property, failure.stage) == ("traffic", "reduce")
     assert failure.rank is not None
@@ -85,7 +89,7 @@ def test_equal_buckets_in_another_order_are_named(simulated: Campaigns) -> None:
 
 
 def test_a_collective_that_a_rank_without_gradient_skips_is_named(simulated: Campaigns) -> None:
-    failure = _failure(simulated, "broken.py:SkipsWithoutGradient", (3,))
+    failure = _failure(simulated, "museum:skips-without-gradient", (3,))
 
     assert failure.property == "traffic"
     assert failure.rank is not None

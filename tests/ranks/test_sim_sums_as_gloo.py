@@ -14,7 +14,7 @@ from harness.drive.tasks import RunScenario, SubjectName, encode
 from harness.launch.pool import RankPool
 from harness.scenario import presets
 from harness.verdict import RankVerdict
-from tests.support import SUBJECTS, Campaigns, sampled
+from tests.support import Campaigns, sampled, subject
 
 KINDS = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list"]
 FLOATING = ["float64", "float32", "bfloat16", "float16"]
@@ -138,7 +138,7 @@ def test_what_gloo_refuses_is_refused_and_nothing_else(pool: RankPool, kind: str
 def test_the_reference_starts_from_the_order_of_the_task(campaigns: Campaigns, order: str, unresolved: bool) -> None:
     """gloo adds in a ring: a reference that was told another order does not explain sums that round."""
     scenario = presets.campaign(presets.parameters("tiny-mlp"), world=4, bucket=1000, seed=3)[1]
-    task = RunScenario(SubjectName(str(SUBJECTS / "plain.py:PlainZero")), scenario, order=order)
+    task = RunScenario(SubjectName(subject("museum:plain-zero").absolute), scenario, order=order)
 
     outcome = campaigns.pool.run(4, encode(task), timeout_s=120.0)
 

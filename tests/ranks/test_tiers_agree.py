@@ -9,9 +9,8 @@ from harness.drive.tasks import RunScenario, SubjectName, encode
 from harness.evaluate import Pool
 from harness.scenario import generate
 from harness.scenario.model import Scenario
-from harness.subjects import source
 from harness.verdict import RankStatus, RankVerdict
-from tests.support import SUBJECTS, repetitions, sampled
+from tests.support import repetitions, sampled, subject
 
 _verdict = msgspec.msgpack.Decoder(RankVerdict)
 _NUM_SCENARIOS = repetitions(10, 20)
@@ -25,14 +24,14 @@ def tiers(simulated_pool: Pool, scenario_pool: Pool) -> tuple[Pool, Pool]:
 
 
 @pytest.mark.parametrize(
-    "subject",
-    sampled(["zero2", "right.py:ReducesByList", "right.py:ReducesByAllToAll", "right.py:ReducesToOwner",
-     "right.py:OverlapsCollectives", "right.py:GathersByBroadcast", "right.py:AddsHalvesOfTheWorld"], every=2),
+    "name",
+    sampled(["zero2", "museum:reduces-by-list", "museum:reduces-by-all-to-all", "museum:reduces-to-owner",
+     "museum:overlaps-collectives", "museum:gathers-by-broadcast", "museum:adds-halves-of-the-world"], every=2),
 )  # fmt: skip
-def test_a_scenario_gives_the_same_bits_and_the_same_collectives(subject: str, tiers: tuple[Pool, Pool]) -> None:
-    named = source.parse(f"{SUBJECTS / subject}" if ".py:" in subject else subject)
+def test_a_scenario_gives_the_same_bits_and_the_same_collectives(name: str, tiers: tuple[Pool, Pool]) -> None:
+    named = subject(name)
     num_compared = 0
-    for index in range(_NUM_SCENARIOS if subject == "zero2" else _NUM_SCENARIOS // 3):
+    for index in range(_NUM_SCENARIOS if name == "zero2" else _NUM_SCENARIOS // 3):
         scenario = generate.draw(11, index, _WORLDS)
         task = encode(RunScenario(SubjectName(named.absolute, named.args), scenario))
         simulated, real = (_verdicts(pool, scenario, task) for pool in tiers)

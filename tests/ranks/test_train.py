@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,10 @@ import pytest
 from harness.errors import UsageError
 from harness.launch.pool import RankPool
 from harness.scenario.model import AdamW
-from harness.subjects.source import parse
 from harness.train.campaign import StepRecord, TrainOptions, TrainResult, run_training, start_pool
 from harness.train.messages import ModelSize
-from tests.support import sampled
+from tests.support import sampled, subject
 
-SUBJECTS = Path(__file__).parents[1] / "subjects"
 TINY = ModelSize(width=16, num_layers=1, num_heads=2, context=16)
 
 
@@ -31,12 +28,11 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _train(pool: RankPool, subject: str = "zero2", **changes: Any) -> TrainResult:
-    name = subject if subject == "zero2" else str(SUBJECTS / subject)
+def _train(pool: RankPool, name: str = "zero2", **changes: Any) -> TrainResult:
     settings: dict[str, Any] = {"world": 2, "steps": 4, "seed": 3, "size": TINY, "windows_per_part": 4, "bucket": 3000}
     settings.update(changes)
     seen: list[StepRecord] = []
-    result = run_training(TrainOptions(subject=parse(name), **settings), seen.append, pool=pool)
+    result = run_training(TrainOptions(subject=subject(name), **settings), seen.append, pool=pool)
     assert tuple(seen) == result.records
     return result
 
@@ -113,8 +109,8 @@ def test_parts_that_overwrite_each_other_are_found_in_the_first_spilled_step(poo
 
 def test_a_right_class_that_adds_in_another_order_holds(pool: RankPool) -> None:
     """Followed where a fixed order explains it, else within the bound."""
-    for name, followed in (("ReducesEveryPart", True), ("AddsPartsBackward", False)):
-        result = _train(pool, f"right.py:{name}", world=3, steps=4, parts=(8,))
+    for name, followed in (("museum:reduces-every-part", True), ("museum:adds-parts-backward", False)):
+        result = _train(pool, name, world=3, steps=4, parts=(8,))
 
         assert (result.verdict, result.failure) == ("holds", None)
         assert (result.oracle["bound"] == 0) == followed
@@ -185,7 +181,7 @@ def test_a_rank_that_hangs_is_a_violation(pool: RankPool) -> None:
 
 
 def test_a_class_that_does_not_support_three_parts_leaves_the_run_undecided(pool: RankPool) -> None:
-    result = _train(pool, "right.py:RefusesThirdPart")
+    result = _train(pool, "museum:refuses-third-part")
 
     assert (result.verdict, result.failure, len(result.records)) == ("unknown", None, 2)
     assert "step 2: the subject does not support this run" in str(result.reason)

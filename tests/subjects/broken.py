@@ -17,16 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.subjects.plain import Cut, Gradients, PlainZero
+from harness.faults.museum.plain import Cut, Gradients, PlainZero
 
 # What is summed, and into which piece it goes.
-
-
-class MeanForSum(PlainZero):
-    """Bug: averages over ranks. Trigger: world 2, any gradient. First: gradient/spill at reduce."""
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        return super()._reduce(flat) / self.world
 
 
 class WrongOwner(PlainZero):
@@ -40,16 +33,6 @@ class WrongOwner(PlainZero):
             pieces = list(flat.chunk(self.world))
             flat = torch.cat([pieces[1], pieces[0], *pieces[2:]])
         return super()._reduce(flat)
-
-
-class WrongPieceAtWorldThree(PlainZero):
-    """Bug: every rank reduces its neighbour's piece, at world 3 only.
-
-    Trigger: world 3. First: gradient/spill at reduce (or ownership, if the neighbour's piece is longer).
-    """
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        return super()._reduce(flat.roll(len(flat) // 3) if self.world == 3 else flat)
 
 
 class ReducesInBf16(PlainZero):
@@ -74,34 +57,6 @@ class Bf16SumAtWorldThree(PlainZero):
             flat.copy_(flat.bfloat16())
 
 
-class SwapsEqualBuckets(PlainZero):
-    """Bug: the last rank reduces the first two buckets in the other order, if they are equally long.
-
-    Trigger: world 2, two equal buckets. First: gradient/spill at reduce, which is then told to be a swap (traffic).
-    """
-
-    def _reduce_order(self) -> Sequence[int]:
-        order = list(super()._reduce_order())
-        lengths = [end - start for start, end, _ in self._cuts[:2]]
-        if 0 < self.rank == self.world - 1 and len(lengths) == 2 and lengths[0] == lengths[1]:
-            order[:2] = [1, 0]
-        return order
-
-
-class SwapsEqualBucketsInGather(PlainZero):
-    """Bug: the last rank gathers the first two buckets in the other order, if they are equally long.
-
-    Trigger: world 2, two equal buckets, visible updates. First: weights at gather, which is then told to be a swap.
-    """
-
-    def _gather_order(self) -> Sequence[int]:
-        order = list(super()._gather_order())
-        lengths = [end - start for start, end, _ in self._cuts[:2]]
-        if 0 < self.rank == self.world - 1 and len(lengths) == 2 and lengths[0] == lengths[1]:
-            order[:2] = [1, 0]
-        return order
-
-
 class LostOffsetAtBucketEdge(PlainZero):
     """Bug: in the held path a parameter that begins in an earlier bucket is read from its start again.
 
@@ -116,36 +71,6 @@ class LostOffsetAtBucketEdge(PlainZero):
             low, high = max(start, first), min(end, last)
             if grad is not None and low < high:
                 flat[low - start : high - start].copy_(grad.view(-1)[: high - low])
-
-
-class StagingNotZeroed(PlainZero):
-    """Bug: one staging buffer for all buckets, zeroed only where gradients will be written.
-
-    Trigger: two buckets or more, the last one with padding. First: ownership at reduce (padding is not zero).
-    """
-
-    _buffer: Tensor | None = None
-
-    def _staging(self, padded: int, length: int) -> Tensor:
-        if not hasattr(self, "_grad"):  # the master is still being built: that is done right
-            return super()._staging(padded, length)
-        if self._buffer is None or len(self._buffer) < padded:
-            self._buffer = torch.zeros(padded)
-        self._buffer[:length].zero_()
-        return self._buffer[:padded]
-
-
-class NoStepWithoutGradients(PlainZero):
-    """Bug: when no rank has a gradient, master.grad is None: no decay, and the moments stand still.
-
-    Trigger: a step without any gradient on any rank. First: gradient/spill at reduce.
-    """
-
-    def reduce_scatter(self) -> None:
-        anywhere = self._sum_over_ranks(torch.tensor(float(self.has_grad)))
-        super().reduce_scatter()
-        if anywhere == 0:
-            self.master.grad = None
 
 
 class Nondeterministic(PlainZero):
@@ -183,20 +108,6 @@ class LostFirstPart(PlainZero):
         self._parts = 0
 
 
-class OverwritesAtWorldOne(PlainZero):
-    """Bug: the branch for a group of one copies a part where it should add it.
-
-    Trigger: world 1, two parts that have a gradient for the same parameter. First: spill at reduce.
-    """
-
-    def _add(self, grads: Gradients) -> None:
-        if self.world == 1:
-            for grad, first, last in zip(grads, self._offsets, self._offsets[1:], strict=False):
-                if grad is not None:
-                    self._host_sum()[first:last].zero_()
-        super()._add(grads)
-
-
 class OverwritesAfterLast(PlainZero):
     """Bug: a part after one that was announced as the last replaces all that was waiting.
 
@@ -231,17 +142,6 @@ class CountsHeldTwice(PlainZero):
             self._add(held)
 
 
-class HostNotZeroed(PlainZero):
-    """Bug: the host sum is not zeroed when it was consumed.
-
-    Trigger: a spilled step after an earlier spilled (or discarded) one. First: gradient/spill at reduce.
-    """
-
-    def _release(self) -> None:
-        self._held = None
-        self._spilled = False
-
-
 class DiscardKeepsSpill(PlainZero):
     """Bug: ``discard`` forgets that there is a host sum, but does not zero it.
 
@@ -274,50 +174,6 @@ class DiscardKeepsMasterGrad(PlainZero):
         kept = self.master.grad
         super().discard()
         self.master.grad = kept
-
-
-class HostSumsInBf16(PlainZero):
-    """Bug: the host sum is rounded to bf16 after every part.
-
-    Trigger: a sum over one rank's parts of more than 8 bits. First: spill at reduce.
-    """
-
-    def _add(self, grads: Gradients) -> None:
-        super()._add(grads)
-        self._host_sum().copy_(self._host_sum().bfloat16())
-
-
-class CountsSeenGradients(PlainZero):
-    """Bug: on the host a gradient's place is counted over the gradients seen, not taken from its parameter.
-
-    Trigger: a spilled part with a None before a gradient of another size or value. First: gradient/spill at reduce.
-    """
-
-    def _add(self, grads: Gradients) -> None:
-        first = 0
-        for grad in grads:
-            if grad is not None:
-                self._host_sum()[first : first + grad.numel()] += grad.view(-1).float()
-                first += grad.numel()
-
-
-class OnlyLastPartsParameters(PlainZero):
-    """Bug: only parameters that have a gradient in a rank's last part are reduced from the host.
-
-    Trigger: a parameter with a gradient in an earlier part and None in the last that has any. First: spill at reduce.
-    """
-
-    _untouched: Sequence[Tensor | None] = ()
-
-    def _add(self, grads: Gradients) -> None:
-        super()._add(grads)
-        pairs = zip(self.params, grads, strict=True)
-        self._untouched = [torch.zeros(p.numel()) if grad is None else None for p, grad in pairs]
-
-    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
-        super()._fill_gradients(flat, start, end)
-        if self._spilled:
-            self._fill(flat, start, end, self._untouched)
 
 
 class OneNoneIsAllNone(PlainZero):
@@ -432,13 +288,6 @@ class FreezesItsParameters(PlainZero):
             p.requires_grad_(False)
 
 
-class FullMasterWithPadding(PlainZero):
-    """Bug: full_master returns the pieces rank by rank. Trigger: world 2, two buckets. First: master at gather."""
-
-    def full_master(self) -> Tensor:
-        return self._gather(self.master.detach())[: self._offsets[-1]]
-
-
 # The norm and the clipping.
 
 
@@ -447,25 +296,6 @@ class LocalNorm(PlainZero):
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value
-
-
-class MaxOfNorms(PlainZero):
-    """Bug: the largest norm of a rank is taken for the whole.
-
-    Trigger: world 2, gradients on two shards. First: norm at norm (the ranks agree on the wrong value).
-    """
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value
-
-
-class NormSkipsLastBucket(PlainZero):
-    """Bug: the left-over bucket is not in the norm. Trigger: two buckets or more. First: norm at norm."""
-
-    def _local_sq_norm(self, grad: Tensor) -> Tensor:
-        return super()._local_sq_norm(grad[: self._starts[-2]] if len(self._cuts) > 1 else grad)
 
 
 class NormCountsNeighbour(PlainZero):
@@ -486,42 +316,6 @@ class NormOffByOneUlp(PlainZero):
     def grad_sq_norm(self) -> Tensor:
         sq = super().grad_sq_norm()
         return torch.nextafter(sq, torch.full_like(sq, torch.inf)) if self.rank == 1 else sq
-
-
-class NormOfSavedCopy(PlainZero):
-    """Bug: the norm is taken from a copy made in the reduction, so that clipping does not change it.
-
-    Trigger: active clipping. First: norm (or clip) at norm, in the second call.
-    """
-
-    def reduce_scatter(self) -> None:
-        super().reduce_scatter()
-        self._saved = self._grad.clone()
-
-    def _reduced(self) -> Tensor:
-        super()._reduced()
-        return self._saved
-
-
-class ClipUndone(PlainZero):
-    """Bug: the second ``grad_sq_norm`` returns the right value, but puts the unclipped gradient back.
-
-    Trigger: active clipping. First: clip at norm if looked at after the second call, else moments, master at update.
-    """
-
-    _saved: Tensor | None = None
-
-    def reduce_scatter(self) -> None:
-        super().reduce_scatter()
-        self._saved = None
-
-    def grad_sq_norm(self) -> Tensor:
-        sq = super().grad_sq_norm()
-        if self._saved is None:
-            self._saved = self._grad.clone()
-        else:
-            self._grad.copy_(self._saved)
-        return sq
 
 
 # Weights.
@@ -588,27 +382,6 @@ class LostOffsetInGather(PlainZero):
                 p.detach().view(-1)[: high - low].copy_(whole[low - start : high - start])
 
 
-class MasterRounded(PlainZero):
-    """Bug: the gather rounds the master itself.
-
-    Trigger: two completed steps, an update with more bits than bf16 has. First: master at gather, or at the next
-    update if the master is compared only there.
-    """
-
-    def gather_params(self) -> None:
-        self.master.detach().copy_(self._round(self.master.detach()))
-        super().gather_params()
-
-
-class NewStorage(PlainZero):
-    """Bug: the gather points the parameters to new memory. Trigger: a completed step. First: storage at gather."""
-
-    def gather_params(self) -> None:
-        super().gather_params()
-        for p in self.params:
-            p.data = p.detach().clone()
-
-
 class WritesPastTheEnd(PlainZero):
     """Bug: the gather writes one element more than a parameter has, where the storage goes on.
 
@@ -667,21 +440,6 @@ class RefusesFewElements(PlainZero):
 # Ranks that part ways.
 
 
-class SkipsWithoutGradient(PlainZero):
-    """Bug: a rank without gradient does not take part in the reduction.
-
-    Trigger: world 2, a step in which one rank has no gradient and another has. First: progress or traffic, at reduce
-    or norm (the norm's all-reduce pairs with the others' reduction).
-    """
-
-    def reduce_scatter(self) -> None:
-        if self.world > 1 and not self.has_grad:
-            self._grad.zero_()
-            self.master.grad = self._grad
-            return
-        super().reduce_scatter()
-
-
 class OtherCollectiveOnOneRank(PlainZero):
     """Bug: the last rank all-reduces where the others reduce-scatter; on gloo the values are right.
 
@@ -729,18 +487,6 @@ class ExitsInReduce(PlainZero):
         if self._reductions == 2 and self.rank == self.world - 1:
             os._exit(0)
         super().reduce_scatter()
-
-
-class RoundsPartialSumAtWorldThree(PlainZero):
-    """Bug: at world 3 a partial sum passes through bf16. Trigger: a partial sum of more than 8 bits. First: reduce."""
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        if self.world != 3:
-            return super()._reduce(flat)
-        received = torch.empty_like(flat)
-        dist.all_to_all_single(received, flat)
-        first, second, third = received.chunk(3)
-        return (first + second).bfloat16().float() + third
 
 
 class ReplacesNonfinite(PlainZero):
@@ -920,29 +666,6 @@ class StatesHugeBuckets(PlainZero):
 # What is between two steps.
 
 
-class KeepsSkippedGradient(PlainZero):
-    """Bug: what was reduced in a step that was then skipped is added to the next one.
-
-    Trigger: a skip of a step with a gradient, then a step. First: gradient/spill at reduce.
-    """
-
-    _skipped: Tensor | None = None
-
-    def reduce_scatter(self) -> None:
-        super().reduce_scatter()
-        if self._skipped is not None:
-            self._grad += self._skipped
-        self._skipped = self._grad.clone()
-
-    def gather_params(self) -> None:
-        super().gather_params()
-        self._skipped = None
-
-    def discard(self) -> None:
-        super().discard()
-        self._skipped = None
-
-
 class RateOfTheFirstStep(PlainZero):
     """Bug: its optimizer keeps the learning rate of its first step.
 
@@ -964,20 +687,6 @@ class RateOfTheFirstStep(PlainZero):
 
     def __del__(self) -> None:
         self._hook.remove()
-
-
-class MasterOutlivesIt(PlainZero):
-    """Bug: the master is kept on a parameter, and taken from there by the next instance that it fits.
-
-    Trigger: an update, then a rebuild with a shard of the same length. First: master at build.
-    """
-
-    def _initial_master(self) -> Tensor:
-        fresh = super()._initial_master()
-        kept = getattr(self.params[0], "_kept_master", fresh)
-        master = kept if kept.shape == fresh.shape else fresh
-        self.params[0]._kept_master = master  # type: ignore[attr-defined]
-        return master
 
 
 class LayoutOutlivesIt(PlainZero):

@@ -1,8 +1,14 @@
-"""What the classes of ``right.py`` and ``broken.py`` are expected to come out as: plain data, no torch."""
+"""What the classes of ``broken.py`` are expected to come out as: plain data, no torch.
+
+Those that stand for a public bug are plants of the bug museum (``harness.faults.museum``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from harness.faults.museum.catalogue import PLANTS
 
 
 @dataclass(frozen=True)
@@ -33,29 +39,18 @@ def _broken(
 
 
 BROKEN: tuple[Broken, ...] = (
-    _broken("MeanForSum", "gradient|spill", "reduce", 2, "any gradient"),
     _broken("WrongOwner", "gradient|spill|ownership", "reduce", 2, "pieces 0 and 1 differ"),
-    _broken("WrongPieceAtWorldThree", "gradient|spill|ownership", "reduce", 3, "pieces differ", 3),
     _broken("ReducesInBf16", "gradient|spill", "reduce", 2, "a sum of more than 8 bits"),
     _broken("Bf16SumAtWorldThree", "spill", "reduce", 3, "a sum of one rank's parts of more than 8 bits", 3),
-    _broken("SwapsEqualBuckets", "traffic", "reduce", 2, "first two buckets equally long"),
     # One that is nan from end to end could be any, so that nobody can say that it was taken for another.
-    _broken("SwapsEqualBucketsInGather", "traffic|weights", "gather", 2, "first two buckets equally long"),
     _broken("LostOffsetAtBucketEdge", "gradient|spill", "reduce", 1, "held step, a parameter across a bucket edge"),
-    _broken("StagingNotZeroed", "ownership", "reduce", 2, "two buckets, the last one with padding"),
-    _broken("NoStepWithoutGradients", "gradient|spill", "reduce", 1, "a step without gradient on any rank"),
     _broken("Nondeterministic", "determinism", "reduce", 1, "any step, one in three"),
     _broken("LostFirstPart", "spill", "reduce", 1, "two parts with gradients on a rank"),
-    _broken("OverwritesAtWorldOne", "spill", "reduce", 1, "two parts with a gradient of one parameter", 1),
     _broken("OverwritesAfterLast", "spill", "reduce", 1, "a part with gradients after the announced last"),
     _broken("CountsHeldTwice", "spill", "reduce", 1, "a part with gradients after a held one"),
-    _broken("HostNotZeroed", "gradient|spill", "reduce", 1, "two spilled steps"),
     _broken("DiscardKeepsSpill", "gradient|spill", "reduce", 1, "discard of a spilled step, then a spilled step"),
     _broken("DiscardKeepsHeld", "intake", "collect", 1, "discard of a held step"),
     _broken("DiscardKeepsMasterGrad", "intake|master|moments", "collect|update", 1, "a discard after a completed step"),
-    _broken("HostSumsInBf16", "spill", "reduce", 1, "a sum of one rank's parts of more than 8 bits"),
-    _broken("CountsSeenGradients", "gradient|spill", "reduce", 1, "a spilled part with a None before a gradient"),
-    _broken("OnlyLastPartsParameters", "spill", "reduce", 1, "a None in the last part only, several parts"),
     _broken("OneNoneIsAllNone", "intake|spill", "collect|reduce", 1, "a part with some None and some not"),
     _broken("GradNotCleared", "intake", "collect", 1, "a spilled part"),
     _broken("SpillsPerPart", "intake", "collect", 1, "a part with gradients after a spilled one"),
@@ -66,33 +61,24 @@ BROKEN: tuple[Broken, ...] = (
     _broken("CollectWritesWeights", "weights", "collect", 1, "any"),
     _broken("ReduceWritesWeights", "weights", "reduce", 1, "a completed step"),
     _broken("FreezesItsParameters", "storage", "gather", 1, "a completed step"),
-    _broken("FullMasterWithPadding", "master", "gather", 2, "two buckets, and full_master is asked for"),
     _broken("LocalNorm", "norm", "norm", 2, "gradients on two shards"),
-    _broken("MaxOfNorms", "norm", "norm", 2, "gradients on two shards"),
-    _broken("NormSkipsLastBucket", "norm", "norm", 1, "two buckets, a gradient in the last"),
     _broken("NormCountsNeighbour", "norm", "norm", 2, "a piece whose first gradient is not negligible"),
     _broken("NormOffByOneUlp", "norm", "norm", 2, "a finite norm"),
-    _broken("NormOfSavedCopy", "norm|clip", "norm", 1, "clipping active"),
-    _broken("ClipUndone", "clip|master|moments", "norm|update", 1, "clipping active"),
     _broken("TruncatingRound", "weights", "gather", 1, "an updated weight that rounds away from zero"),
     _broken("StaleWeights", "weights", "gather", 1, "a visible update"),
     _broken("GathersEverySecondStep", "weights", "gather", 1, "two completed steps, a visible update"),
     _broken("LastBucketNotGathered", "weights", "gather", 1, "a visible update in the last bucket"),
     _broken("LastRankStale", "weights|agreement", "gather", 2, "a visible update"),
     _broken("LostOffsetInGather", "weights", "gather", 1, "a parameter across a bucket edge"),
-    _broken("MasterRounded", "master|intake", "gather|update", 1, "a completed step, then another or a discard"),
-    _broken("NewStorage", "storage", "gather", 1, "a completed step"),
     _broken("WritesPastTheEnd", "storage", "gather", 1, "a completed step, memory behind the parameters"),
     _broken("GarbageInPadding", "ownership", "build", 2, "padding"),
     _broken("MasterFromNeighbour", "master|ownership", "build", 2, "pieces differ"),
     _broken("BucketsDoNotCover", "ownership", "build", 1, "any"),
     _broken("RefusesFewElements", "progress", "build", 2, "N < W"),
-    _broken("SkipsWithoutGradient", "progress|traffic", "reduce|norm", 2, "a gradient on some ranks only"),
     _broken("OtherCollectiveOnOneRank", "traffic", "reduce", 2, "any step"),
     _broken("RaisesInGather", "progress", "gather", 1, "two completed steps"),
     _broken("SystemExitInGather", "progress", "gather", 1, "a completed step"),
     _broken("ExitsInReduce", "progress", "reduce", 1, "two completed steps"),
-    _broken("RoundsPartialSumAtWorldThree", "gradient|spill", "reduce", 3, "a partial sum of over 8 bits", 3),
     _broken("ReplacesNonfinite", "gradient|spill", "reduce", 1, "a sum that is inf or nan"),
     _broken("ClampsLargeGradients", "gradient|spill", "reduce", 1, "a gradient beyond 65,504"),
     _broken("FlushesSubnormals", "gradient|spill", "reduce", 1, "a sum that is subnormal"),
@@ -109,45 +95,10 @@ BROKEN: tuple[Broken, ...] = (
     _broken("FrozenUntilGather", "storage", "build", 1, "any"),
     _broken("FlattensUntilGather", "storage", "collect", 1, "a parameter of other than one dimension"),
     _broken("StatesHugeBuckets", "ownership", "build", 1, "any"),
-    _broken("KeepsSkippedGradient", "gradient|spill", "reduce", 1, "a skipped step with a gradient, then a step"),
     _broken("RateOfTheFirstStep", "master", "update", 1, "a new rate after a step, an update that shows it"),
-    _broken("MasterOutlivesIt", "master", "build", 1, "an update, then a rebuild with a shard of the same length"),
     _broken("LayoutOutlivesIt", "ownership|master|gradient|spill", "build|reduce", 1, "a rebuild, other buckets"),
     _broken("SpillsOutliveIt", "intake", "collect", 1, "a spill, then a rebuild"),
     _broken("HangsInNorm", "progress", "norm", 1, "any step; costs a whole time-out"),
-)
-
-RIGHT: tuple[str, ...] = (
-    "PlainZero",
-    "RoundsBucketUp",
-    "PadsToEightPerRank",
-    "BucketPerParameter",
-    "ReducesByAllReduce",
-    "ReducesByAllToAll",
-    "ReducesByList",
-    "ReducesEverythingAtOnce",
-    "AddsInSomeOrder",
-    "AddsPairwise",
-    "AddsOwnFirst",
-    "AddsHalvesOfTheWorld",
-    "AddsInFloat64",
-    "ChangesOrderEveryStep",
-    "AddsPartsBackward",
-    "OneInstanceAProcess",
-    "SharesItsGradient",
-    "ReducesToOwner",
-    "GathersByBroadcast",
-    "GathersInFloat32",
-    "NormByVectorNorm",
-    "NormBySumOfSquares",
-    "NormByBucket",
-    "AlwaysOnHost",
-    "ReducesEveryPart",
-    "OverlapsCollectives",
-    "WalksBackward",
-    "RefusesScalars",
-    "RefusesThirdPart",
-    "Refreshes",
 )
 
 
@@ -194,4 +145,22 @@ SAVED = {
     "swaps-equal-buckets": "SwapsEqualBuckets",
     "wrong-piece-at-world-three": "WrongPieceAtWorldThree",
 }
-"""The cases of harness/regressions, and the class of broken.py that each came from, made small by a campaign."""
+"""The cases of harness/regressions, and the class that each came from, made small by a campaign: see :func:`wrong`."""
+
+
+class Wrong(NamedTuple):
+    """A class that must be caught: as ``--subject`` (or a test) names it, and where."""
+
+    subject: str
+    properties: frozenset[str]
+    stages: frozenset[str]
+
+
+def wrong(name: str) -> Wrong:
+    """The class of this name, of ``broken.py`` or of the museum."""
+    for broken in BROKEN:
+        if broken.name == name:
+            return Wrong(f"broken.py:{name}", broken.properties, broken.stages)
+    [plant] = [plant for plant in PLANTS if plant.name == name]
+    properties, stages = ({each.value for each in values} for values in (plant.properties, plant.stages))
+    return Wrong(plant.subject, frozenset(properties), frozenset(stages))

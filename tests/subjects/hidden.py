@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 
 class LosesTheRestAfterDiscard(PlainZero):

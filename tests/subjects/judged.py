@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.subjects.plain import Gradients, PlainZero
+from harness.faults.museum.plain import Gradients, PlainZero
 
 # --- accumulation
 
@@ -20,15 +20,6 @@ class SpillStartsAtZero(PlainZero):
     def _begin_spill(self) -> None:
         self._held = None
         super()._begin_spill()
-
-
-class NewestOnly(PlainZero):
-    """A part overwrites the host sum, parameter by parameter."""
-
-    def _add(self, grads: Gradients) -> None:
-        for grad, first, last in zip(grads, self._offsets, self._offsets[1:], strict=False):
-            if grad is not None:
-                self._host_sum()[first:last] = grad.view(-1).float()
 
 
 class HalfWeightLaterParts(PlainZero):
@@ -62,15 +53,6 @@ class AllReducesFirst(PlainZero):
     def _reduce(self, flat: Tensor) -> Tensor:
         if self.world > 1:
             dist.all_reduce(flat)
-        return super()._reduce(flat)
-
-
-class OwnInputMissing(PlainZero):
-    """Each rank's own contribution is not in its piece."""
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        if self.world > 1:
-            flat[self._piece(len(flat))] = 0
         return super()._reduce(flat)
 
 
@@ -135,30 +117,6 @@ class InfSaturates(PlainZero):
         return super()._reduce(flat).clamp(-most, most)
 
 
-class ZeroFromStepTwo(PlainZero):
-    """After the first reduction gradients are zero."""
-
-    _reductions = 0
-
-    def reduce_scatter(self) -> None:
-        super().reduce_scatter()
-        self._reductions += 1
-        if self._reductions > 1:
-            self._grad.zero_()
-
-
-class GatherBufferIsGradBuffer(PlainZero):
-    """A bucket's gradients are added to the weights gathered before."""
-
-    def _write_weights(self, whole: Tensor, start: int, end: int) -> None:
-        super()._write_weights(whole, start, end)
-        self._gathered = {**getattr(self, "_gathered", {}), start: whole.float()}
-
-    def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
-        super()._fill_gradients(flat, start, end)
-        flat += getattr(self, "_gathered", {}).get(start, torch.zeros(()))
-
-
 class BufferOverwritten(PlainZero):
     """A bucket's buffer has the next bucket's values in it when it is reduced, if that is equally long."""
 
@@ -171,25 +129,11 @@ class BufferOverwritten(PlainZero):
 # --- norm
 
 
-class NormReducedTwice(PlainZero):
-    """Summed over ranks twice."""
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        return super()._sum_over_ranks(super()._sum_over_ranks(value))
-
-
 class NormOfFirstBucket(PlainZero):
     """Only the first bucket is in it."""
 
     def _local_sq_norm(self, grad: Tensor) -> Tensor:
         return super()._local_sq_norm(grad[self._shard(0)])
-
-
-class NormRoot(PlainZero):
-    """The norm, not its square."""
-
-    def grad_sq_norm(self) -> Tensor:
-        return super().grad_sq_norm().sqrt()
 
 
 # --- weights

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 # Rank 0 of a set of one is the process that runs scenarios by themselves.
 _ALONE = "z2-rank0/1"

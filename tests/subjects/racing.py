@@ -12,26 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.subjects.plain import PlainZero
-from tests.subjects.right import OverlapsCollectives
-
-
-class ReadsBeforeWait(PlainZero):
-    """Bug: the last rank writes the weights from the all-gather's output before it waits for it."""
-
-    def gather_params(self) -> None:
-        if self.world == 1:
-            super().gather_params()
-            return
-        for index in self._gather_order():
-            start, end, _ = self._cuts[index]
-            piece = self._round(self.master.detach()[self._shard(index)])
-            received = [torch.empty_like(piece) for _ in range(self.world)]
-            work = dist.all_gather(received, piece, async_op=True)
-            if self.rank < self.world - 1:
-                work.wait()
-            self._write_weights(torch.cat(received), start, end)
-            work.wait()
+from harness.faults.museum.controls import OverlapsCollectives
+from harness.faults.museum.plain import PlainZero
 
 
 class ReusesInputBeforeWait(PlainZero):
@@ -118,14 +100,6 @@ class GivesOutputOtherMemory(PlainZero):
             out.data = torch.zeros_like(out)
         work.wait()
         return out
-
-
-class MeetsNobodyInItsEnd(PlainZero):
-    """Bug: the last rank calls a collective in its finaliser, the others do not."""
-
-    def __del__(self) -> None:
-        if self.rank == self.world - 1 > 0:
-            dist.barrier()
 
 
 class WaitsInAThread(PlainZero):

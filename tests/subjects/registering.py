@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 _library = torch.library.Library("zero2_tests", "DEF")
 _library.define("doubled(Tensor x) -> Tensor")

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 _kept: list[object] = []
 

@@ -9,7 +9,7 @@ import threading
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 _LEVEL = contextvars.ContextVar("level", default=0)
 _LEVEL.set(3)

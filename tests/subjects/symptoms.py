@@ -11,16 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.subjects.plain import Gradients, PlainZero
+from harness.faults.museum.plain import Gradients, PlainZero
 
 # --- the reduced gradient
-
-
-class TimesWorld(PlainZero):
-    """Undoes a mean that was none."""
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        return super()._reduce(flat) * self.world
 
 
 class DividesBeforeTheSum(PlainZero):
@@ -40,13 +33,6 @@ class _CountsParts(PlainZero):
     def _release(self) -> None:
         super()._release()
         self._parts = 0
-
-
-class MeanOverParts(_CountsParts):
-    """Averages over the parts of the step."""
-
-    def _reduce(self, flat: Tensor) -> Tensor:
-        return super()._reduce(flat) / max(self._parts, 1)
 
 
 class TimesParts(_CountsParts):
@@ -166,14 +152,6 @@ class SendsBf16(PlainZero):
 
     def _reduce(self, flat: Tensor) -> Tensor:
         return super()._reduce(flat.bfloat16().float())
-
-
-class KeepsTheGradientInBf16(PlainZero):
-    """The reduced gradient is rounded."""
-
-    def reduce_scatter(self) -> None:
-        super().reduce_scatter()
-        self._grad.copy_(self._grad.bfloat16())
 
 
 class LastBucketZero(PlainZero):

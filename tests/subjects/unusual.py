@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 NOT_A_CLASS = 3
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from harness.drive.driver import Driver
 from harness.drive.tasks import encode
 from harness.drive.trail import Trail
+from harness.faults.museum.plain import PlainZero
 from harness.launch.rank import RankContext
 from harness.launch.tap import CollectiveLog
 from harness.scenario.model import AdamW, Build, Clip, Discard, Domain, Parameter, Part, Scenario, Step, Values
 from harness.subjects.builtin import CLASS_SUBJECT
 from harness.verdict import Property, RankStatus, RankVerdict, Stage
-from tests.subjects.plain import PlainZero
 
 HELD = Part(False, (0,), ((),))
 SCENARIO = Scenario(

@@ -19,12 +19,12 @@ from harness.drive.record import Record
 from harness.drive.trail import Trail
 from harness.faults.inject import InjectedFault, Injector
 from harness.faults.language import Corrupt, Delay, Duplicate, Fault, Raise, Skip, Slow
+from harness.faults.museum.plain import PlainZero
 from harness.launch.rank import RankContext
 from harness.launch.tap import CollectiveLog, PendingCollective
 from harness.scenario.model import AdamW, Build, Discard, Domain, Parameter, Part, Scenario, Step, Values
 from harness.subjects.builtin import CLASS_SUBJECT
 from harness.verdict import Property, RankStatus, RankVerdict, Stage
-from tests.subjects.plain import PlainZero
 
 HELD = Part(False, (0,), ((),))
 SCENARIO = Scenario(

@@ -259,3 +259,24 @@ def test_another_name_than_that_of_what_runs_is_not_shown(given: str, directory:
     absolute = f"{directory / 'optimizer.py'}:Zero"
 
     assert from_case(given, absolute, {}).given == absolute
+
+
+def test_an_exhibit_of_the_museum_is_found_by_its_id_and_by_its_class() -> None:
+    found = [parse(f"museum:{name}") for name in ("max-of-norms", "MaxOfNorms")]
+    assert [each.given for each in found] == ["museum:max-of-norms", "museum:MaxOfNorms"]
+    assert {each.absolute for each in found} == {found[0].absolute}
+    assert found[0].absolute.endswith("plants/norm.py:MaxOfNorms")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("max-of-norm", "did you mean max-of-norms"), ("12", "`museum --list` shows them")]
+)
+def test_an_exhibit_that_is_none_is_said_at_once(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint):
+        parse(f"museum:{name}")
+
+
+def test_a_module_of_the_users_called_museum_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "museum.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert parse("museum:Mine").absolute == "museum:Mine"

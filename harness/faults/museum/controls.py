@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.subjects.plain import Cut, Gradients, PlainZero
+from harness.faults.museum.plain import Cut, Gradients, PlainZero
 
 __all__ = ["PlainZero"]
 
@@ -85,7 +85,7 @@ class ReducesByList(PlainZero):
         return mine
 
 
-class AddsInSomeOrder(PlainZero):
+class AddsFromTheLastRank(PlainZero):
     """Exchanges pieces by all-to-all and adds them itself, here from the last rank to the first."""
 
     def _reduce(self, flat: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class AddsInSomeOrder(PlainZero):
         return total
 
 
-class AddsPairwise(AddsInSomeOrder):
+class AddsPairwise(AddsFromTheLastRank):
     """Adds neighbours, then neighbouring sums, and so on: a balanced tree."""
 
     def _sum(self, pieces: list[Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ class AddsPairwise(AddsInSomeOrder):
         return pieces[0]
 
 
-class AddsOwnFirst(AddsInSomeOrder):
+class AddsOwnFirst(AddsFromTheLastRank):
     """Each rank starts with what it has itself: another order on every rank."""
 
     def _sum(self, pieces: list[Tensor]) -> Tensor:
@@ -143,7 +143,7 @@ class AddsHalvesOfTheWorld(PlainZero):
         return (first + second)[self._piece(len(flat))]
 
 
-class ChangesOrderEveryStep(AddsInSomeOrder):
+class ChangesOrderEveryStep(AddsFromTheLastRank):
     """Adds in an order that is fixed for each step, and another one in the next: no single tree explains it."""
 
     _step = 0
@@ -157,7 +157,7 @@ class ChangesOrderEveryStep(AddsInSomeOrder):
         self._step += 1
 
 
-class AddsInFloat64(AddsInSomeOrder):
+class AddsInFloat64(AddsFromTheLastRank):
     """Adds in fp64 and rounds once: nearer to the exact sum than any order of fp32 additions, and equal to none."""
 
     def _sum(self, pieces: list[Tensor]) -> Tensor:
@@ -184,7 +184,7 @@ class AddsPartsBackward(PlainZero):
         self._parts = []
 
 
-class OneInstanceAProcess(AddsInSomeOrder):
+class OneInstanceAProcess(AddsFromTheLastRank):
     """Adds from the last rank to the first, and cannot be built twice at a time: its order cannot be probed."""
 
     _alive: ClassVar[weakref.WeakSet[OneInstanceAProcess]] = weakref.WeakSet()
@@ -197,7 +197,7 @@ class OneInstanceAProcess(AddsInSomeOrder):
         self._alive.add(self)
 
 
-class SharesItsGradient(AddsInSomeOrder):
+class SharesItsGradient(AddsFromTheLastRank):
     """Adds from the last rank to the first, into a buffer that all instances of a process share: not to be probed."""
 
     _buffers: ClassVar[dict[int, Tensor]] = {}

@@ -1,7 +1,7 @@
 """A ZeRO-2 class as a user would have one in a trainer: synchronous, one bucket at a time, no refusals.
 
 It has the interface of a class subject (``spec/zero_master.md``) and shares no code with ``zero2core``. The variants
-in ``right.py`` and ``broken.py`` override single methods of it.
+in ``controls`` and ``plants`` override single methods of it.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ class PlainZero:
 
     @property
     def has_grad(self) -> bool:
+        """A gradient is waiting on this rank."""
         return self._held is not None or self._spilled
 
     def collect(self, more: bool) -> None:
+        """Take every ``.grad`` into this step's sum; ``more``: further parts follow."""
         grads = self._take()
         if all(grad is None for grad in grads):
             return
@@ -128,6 +130,7 @@ class PlainZero:
             self._fill(flat, start, end, self._held)
 
     def reduce_scatter(self) -> None:
+        """Sum what is waiting over ranks into ``master.grad``."""
         for index in self._reduce_order():
             start, end, padded = self._cuts[index]
             flat = self._staging(padded, end - start)
@@ -158,11 +161,13 @@ class PlainZero:
             self._host.zero_()
 
     def discard(self) -> None:
+        """Forget what is waiting, and what was reduced."""
         self._release()
         self._clear_grads()
         self.master.grad = None
 
     def grad_sq_norm(self) -> Tensor:
+        """Squared norm of ``master.grad`` over all ranks, 0-dim."""
         return self._sum_over_ranks(self._local_sq_norm(self._reduced()))
 
     def _reduced(self) -> Tensor:
@@ -181,6 +186,7 @@ class PlainZero:
     # Weights
 
     def gather_params(self) -> None:
+        """Put every rank's updated shard, rounded, into the weights."""
         shard = self._shard_to_send()
         for index in self._gather_order():
             start, end, _ = self._cuts[index]
@@ -214,6 +220,7 @@ class PlainZero:
                 p.detach().view(-1)[low - first : high - first].copy_(whole[low - start : high - start])
 
     def full_master(self) -> Tensor:
+        """The whole fp32 vector, without padding, on every rank."""
         shard = self.master.detach()
         wholes = [self._gather(shard[self._shard(index)]) for index in range(len(self._cuts))]
         return torch.cat([whole[: end - start] for whole, (start, end, _) in zip(wholes, self._cuts, strict=True)])
