@@ -160,7 +160,7 @@ def attributed(found: Divergence, verdicts: Sequence[RankVerdict]) -> Divergence
     }
     guilty = [rank for rank, noted in notes.items() if noted]
     if guilty and len(guilty) < len(verdicts):
-        return _at_the_giver(found, guilty[0], notes[guilty[0]][0], len(verdicts))
+        return _at_the_giver(found, {rank: notes[rank] for rank in guilty}, len(verdicts))
     if found.property is Property.WEIGHTS and found.owner is not None and found.stage is Stage.GATHER:
         own = [verdict.divergence for verdict in verdicts]
         if all(other is not None and _same_place(other, found) for other in own):
@@ -182,17 +182,21 @@ def raced(found: Divergence, race: Divergence) -> Divergence:
     )
 
 
-def _at_the_giver(found: Divergence, rank: int, note: Handed, world: int) -> Divergence:
-    if note.instead is None:
+def _at_the_giver(found: Divergence, notes: Mapping[int, Sequence[Handed]], world: int) -> Divergence:
+    """``notes``: what each rank that handed over something wrong did; the first of these ranks is named."""
+    rank, (note, *_) = next(iter(notes.items()))
+    places = [(other.step, other.stage, other.bucket) for other in notes[rank]]
+    if note.instead is None or (note.step, note.stage, note.instead) not in places:  # what it gave twice is no swap
         return replace(found, rank=rank, message=f"{found.message}: rank {rank} {note.message}")
-    others = sequence.ranks_text([other for other in range(world) if other != rank])
+    sound = sequence.ranks_text([other for other in range(world) if other not in notes])
+    too = f" ({sequence.ranks_text(list(notes)[1:])} handed over something wrong too)" if len(notes) > 1 else ""
     return Divergence(
         property=Property.TRAFFIC,
         stage=note.stage,
         step=note.step,
         rank=rank,
         bucket=note.bucket,
-        message=f"rank {rank} {note.message}, unlike {others}: two collectives of equal size in another order, "
+        message=f"rank {rank} {note.message}, unlike {sound}{too}: two collectives of equal size in another order, "
         "which the backend does not notice",
     )
 
@@ -363,7 +367,7 @@ def _suspects(silent: Sequence[RankReport], everyone: Mapping[int, Left]) -> lis
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
-_HARNESS = re.compile(r"/harness/(launch|drive|faults|sim)/")
+_HARNESS = re.compile(r"/harness/(launch|drive|faults(?!/museum)|sim)/")  # an exhibit of the museum is a subject
 _SIM = re.compile(r"/harness/sim/")
 
 

@@ -32,7 +32,7 @@ from harness.scenario.model import EXTENSIONS, Extension, Scenario
 from harness.scenario.relations import NOTHING_OBSERVED, Observed
 from harness.sim.lanes import Batch
 from harness.sim.pool import SimPool
-from harness.subjects.builtin import BUILTIN, capabilities
+from harness.subjects.builtin import CLASS_SUBJECT, capabilities
 from harness.subjects.source import SubjectSource
 from harness.verdict import Divergence, Observation, Property, RankAccount, RankStatus, RankVerdict, Stage
 
@@ -250,7 +250,7 @@ class Evaluator:
         for check in checks:
             if check.problem is not None:
                 raise UsageError(check.problem)
-        if not self._imported and self._subject.path not in BUILTIN:
+        if not self._imported and self._capabilities is CLASS_SUBJECT:
             # What some ranks declare and others do not is not drawn.
             self._extension = Extension(
                 **{name: all(name in check.declares for check in checks) for name in EXTENSIONS}
@@ -607,8 +607,9 @@ def _require_working(outcome: Outcome) -> None:
 
 def _fingerprint(verdicts: list[RankVerdict], divergence: Divergence | None) -> tuple[object, ...]:
     """Everything observed that must be the same in a second run. After a crash only that there was one: which rank a
-    broken connection reaches first is chance."""
-    if divergence is not None and divergence.property in (Property.PROGRESS, Property.TRAFFIC):
+    broken connection reaches first is chance. Of memory only that there was too much: how many bytes are alive beside
+    the subject's depends on what ran before."""
+    if divergence is not None and divergence.property in (Property.PROGRESS, Property.TRAFFIC, Property.MEMORY):
         return (divergence.property,)
     # Encoded, since nan is not equal to itself.
     return (encode(divergence), *((verdict.rank, verdict.norms, verdict.weights) for verdict in verdicts))

@@ -135,6 +135,8 @@ def _informative(failing: Sequence[tuple[Scenario, Observations]]) -> list[tuple
     First those that tell the most for the time they take: few symptoms are left for the others to be asked about.
     """
     evidence = [(each, gather(*each)) for each in failing]
+    if all(entry[1] is None for entry in evidence):
+        return list(failing)  # a number each: asking all of them costs little, and the first ones may be much alike
     exact = [entry for entry in evidence if entry[1] is None or not entry[1].vague]
     chosen = exact or evidence
     ordered = sorted(chosen, key=lambda entry: abs(math.log((_num_wrong(entry[1]) + 1) / _TELLING)))

@@ -157,8 +157,24 @@ def _of_parts(evidence: Evidence, own: _Own, total: NDArray[np.float64]) -> Iter
     kept = [index for index, chosen in enumerate(sets) if len(chosen) < len(columns)]
     if kept:
         yield Batch(Symptom.PART_TWICE, [texts[each] for each in kept], _single(total + sums[kept]))
+    for weights in _repeated(evidence, own):
+        # Where all that is there counts as often, it may as well be a factor.
+        differ = np.unique(weights[own.any(axis=(0, 2))]).size > 1
+        values = _single((own * weights[:, None]).sum(axis=(0, 1)))
+        yield Batch(Symptom.PART_TWICE, ["again with each later part"], values[None], proves=differ)
     lasts = _last_of_each_element(evidence, own)
     yield Batch(Symptom.PART_MISSING, ["all but the last", "all but the first"], _single(lasts))
+
+
+def _repeated(evidence: Evidence, own: _Own) -> list[NDArray[np.float64]]:
+    """How often each part counts where the sum so far is reduced in every part: its results added up, or in place."""
+    world, parts = own.shape[:2]
+    announced = [part.more for part in evidence.plan.parts] if evidence.plan is not None else []
+    found = []
+    for reduced in (announced, [True] * (parts - 1) + [False]):
+        later = np.cumsum(reduced[::-1])[::-1]
+        found += [1.0 + later, float(world) ** later]
+    return found
 
 
 def _by_turn(columns: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -226,9 +242,11 @@ def _earlier(evidence: Evidence, own: _Own) -> Iterator[Batch]:
     of_ranks = own.sum(axis=1)
     world = own.shape[0]
     replaced, replaced_texts = [], []
+    kept: dict[int, NDArray[np.float64]] = {}
     left: dict[int, list[tuple[int, NDArray[np.float64]]]] = {rank: [] for rank in range(world)}
     for step, earlier in evidence.earlier_contributions():
         then = evidence.at(earlier.sum(axis=1))
+        kept[step] = then.sum(axis=0)
         for chosen in subsets(range(world), 4):
             replaced.append(total - of_ranks[list(chosen)].sum(axis=0) + then[list(chosen)].sum(axis=0))
             whose = "" if len(chosen) == world else f" on {ranks_text(chosen)}"
@@ -239,6 +257,10 @@ def _earlier(evidence: Evidence, own: _Own) -> Iterator[Batch]:
     if replaced:
         yield Batch(Symptom.EARLIER, replaced_texts, _single(replaced))
     yield from _added(total, left)
+    several = [chosen for chosen in subsets(sorted(kept), 4) if len(chosen) > 1]
+    if several:
+        texts = [f"of steps {', '.join(map(str, chosen))}" for chosen in several]
+        yield Batch(Symptom.EARLIER_ADDED, texts, _single([total + sum(kept[one] for one in each) for each in several]))
 
 
 def _added(total: NDArray[np.float64], left: dict[int, list[tuple[int, NDArray[np.float64]]]]) -> Iterator[Batch]:
@@ -267,6 +289,7 @@ def _misplaced(evidence: Evidence, own: _Own) -> Iterator[Batch]:
     of_ranks = own.sum(axis=1)
     total = own.sum(axis=(0, 1))
     exchanged: list[Batch] = []
+    yield from _closed_up(evidence, own)
     for chosen in subsets(range(own.shape[0]), 4):
         if len(chosen) == own.shape[0]:
             continue  # that is the whole sum
@@ -282,6 +305,24 @@ def _misplaced(evidence: Evidence, own: _Own) -> Iterator[Batch]:
             np.concatenate([batch.values for batch in exchanged]),
             np.concatenate([batch.known for batch in exchanged if batch.known is not None]),
         )
+
+
+def _closed_up(evidence: Evidence, own: _Own) -> Iterator[Batch]:
+    """Gradients lie end to end, without room for those that are None: everywhere, on the host alone, or held alone."""
+    parameters = evidence.scenario.parameters
+    of_parameter = np.repeat(np.arange(len(parameters)), [each.numel for each in parameters])
+    apart = own.sum(axis=1)
+    together = np.zeros_like(apart)
+    spilled = np.zeros((len(own), 1), np.bool_)
+    parts = list(enumerate(evidence.plan.parts if evidence.plan is not None else ()))
+    for rank in range(len(own)):
+        filled = [(number, part) for number, part in parts if len(part.none[rank]) < len(parameters)]
+        spilled[rank] = len(filled) > 1 or any(part.more for _, part in filled)
+        for number, part in filled:
+            values = own[rank, number, ~np.isin(of_parameter, part.none[rank])]
+            together[rank, : values.size] += values
+    found = [np.where(where, together, apart).sum(axis=0) for where in (True, spilled, ~spilled)]
+    yield Batch(Symptom.SHIFTED, ["into the room of gradients that are None"] * len(found), _at(evidence, found))
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------

@@ -45,3 +45,8 @@ SAYS_MORE = (
     (Symptom.SHIFTED, Symptom.OTHER_BUCKET),
     *((other, Symptom.PADDING) for other in Symptom if other is not Symptom.PADDING),
 )
+
+
+def named_by(text: str) -> Symptom:
+    """The symptom behind its phrase, which a detail may follow."""
+    return next(symptom for symptom in Symptom if text == symptom.value or text.startswith(f"{symptom.value} ("))

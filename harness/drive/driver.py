@@ -209,8 +209,11 @@ class Driver:
         self.settings = scenario.optimizer
         self._construct(scenario.bucket)
 
-    def _construct(self, bucket: int) -> None:
-        """Build the subject on the compute weights as they are, and all that belongs to this one instance of it."""
+    def _construct(self, bucket: int, master: bytes | None = None) -> None:
+        """Build the subject on the compute weights as they are, and all that belongs to this one instance of it.
+
+        ``master``: of the instance before.
+        """
         scenario = self.scenario
         self.bucket = bucket
         build = self._constructor()
@@ -229,7 +232,7 @@ class Driver:
         self.summations = Summations(scenario, self.shard, self.rule, self.shared.predictions)
         self.prober = Prober(self.context, build, scenario, self.shard)
         reference = self.reference
-        self.witness = Witness(self.shard.partition, reference)
+        self.witness = Witness(self.shard.partition, reference, master)
         self._compare_shard(
             Property.MASTER,
             Quantity.MASTER,
@@ -354,7 +357,7 @@ class Driver:
         self.record.enter(step, Stage.BUILD)
         self._let_go()
         self.reference.rebuild()
-        self._construct(bucket)
+        self._construct(bucket, self.witness.master)
 
     def _let_go(self) -> None:
         """Drop the subject and all that refers to it: a class may well allow one instance at a time."""
@@ -575,13 +578,17 @@ class Driver:
         before = gradient.detach().clone()
         with self._subject("reduce_scatter, called on a second instance to find its order of addition,"):
             order = self.prober(plan)
-        if self.master.grad is not gradient or compare_bits(before, gradient, signed_zeros=True).mismatch is not None:
-            # Two instances that share a gradient: right as long as there is one, and not to be probed.
+        # Two instances that share a gradient: right as long as there is one, and not to be probed. A rank that owns
+        # nothing but padding does not see it.
+        shared = (
+            self.master.grad is not gradient or compare_bits(before, gradient, signed_zeros=True).mismatch is not None
+        )
+        if shared:
             gradient.data.copy_(before)
             self.master.grad = gradient
-            order = None
         self._compare_weights("after a second instance was built and asked to reduce")
-        return order
+        anywhere, _ = self._over_ranks(shared, False, 0)
+        return None if anywhere else order
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
@@ -641,17 +648,18 @@ class Driver:
         with self._blamed("master.grad"):
             self._gradient().mul_(coefficient)
         self.reference.scale_gradients(coefficient)
-        if self.record.clean:
-            difference = self._gradient_difference(self._gradient())
-            self.record.checked(Property.CLIP, difference.compared)
-            if difference.mismatch is not None:
-                self.record.diverge(
-                    Property.CLIP,
-                    f"the gradient scaled by {coefficient!r} differs",
-                    difference,
-                    self._seen(Quantity.CLIPPED, self._gradient()),
-                )
+        self._compare_clipped(f"the gradient scaled by {coefficient!r} differs")
         self._squared_norm(1, exact_norm and not active)
+        self._compare_clipped("after grad_sq_norm() the clipped gradient is another one")
+
+    def _compare_clipped(self, message: str) -> None:
+        if not self.record.clean:
+            return
+        difference = self._gradient_difference(self._gradient())
+        self.record.checked(Property.CLIP, difference.compared)
+        if difference.mismatch is not None:
+            observe = self._seen(Quantity.CLIPPED, self._gradient())
+            self.record.diverge(Property.CLIP, message, difference, observe)
 
     def _squared_norm(self, call: int, bitwise: bool) -> float:
         with self._subject("grad_sq_norm"):
@@ -804,6 +812,8 @@ class Driver:
     def _check_static_memory(self) -> None:
         if self.memory is None and not self.shared.watches_memory:
             return
+        with self._subject("__del__"):
+            self.prober.forget()
         partition = self.shard.partition
         limit = static_bytes_limit(
             shard_len=partition.shard_len,
@@ -813,7 +823,10 @@ class Driver:
             num_moments=len(moment_names(self.settings)),
         )
         own = [*self.weights.tensors(), *self.reference.tensors()]
-        kept = self.shared.kept(self, limit, own) if self.memory is None else Kept(self.memory.since(own), limit)
+        if self.memory is None:
+            kept = self.shared.kept(self, limit, own)
+        else:
+            kept = Kept(self.memory.since(own, limit=limit), limit)
         if kept is None:
             return
         self.record.checked(Property.MEMORY)

@@ -24,6 +24,7 @@ MOMENTS = (Quantity.EXP_AVG, Quantity.EXP_AVG_SQ, Quantity.MAX_EXP_AVG_SQ)
 """In the order of :func:`harness.oracles.reference.moment_names`; the last one with amsgrad alone."""
 
 _BEFORE = "the previous step"
+_START = "before the first step"
 _UNCLIPPED = "before the clip"
 _PREVIOUS_UNCLIPPED = "the previous step before its clip"
 
@@ -31,18 +32,26 @@ _PREVIOUS_UNCLIPPED = "the previous step before its clip"
 class Witness:
     """Of one rank in one scenario; to be told when something was compared that may show again later."""
 
-    def __init__(self, partition: Partition, reference: UnshardedTrainer) -> None:
+    def __init__(self, partition: Partition, reference: UnshardedTrainer, master: bytes | None = None) -> None:
+        """``master``: of the instance before this one."""
         self._partition = partition
         self._reference = reference
-        self._last: dict[Quantity, bytes | None] = {}
+        self._last: dict[Quantity, bytes | None] = {Quantity.MASTER: master}
+        self._masters: tuple[tuple[str, bytes], ...] = ()
         self._reduced: bytes | None = None
         self._previous: tuple[tuple[str, bytes], ...] = ()
         self._norms: dict[int, float] = {}
         self._previous_norms: dict[int, float] = {}
 
+    @property
+    def master(self) -> bytes | None:
+        """The whole master as it should be since the last step; None of a large one."""
+        return self._last[Quantity.MASTER]
+
     def start(self) -> None:
         """Something was built: what was held before says nothing any more."""
         self._last = {Quantity.MASTER: self._reference.flat_master(MOST)}
+        self._masters = _known([(_START, self.master)])
         self._reduced, self._previous = None, ()
         self._norms, self._previous_norms = {}, {}
 
@@ -63,6 +72,7 @@ class Witness:
 
     def stepped(self) -> None:
         """A step is over."""
+        self._masters = (*_known([(_BEFORE, self.master)]), *self._masters[-1:])
         moments = zip(MOMENTS, self._reference.flat_moments(MOST) or (), strict=False)
         self._last = {Quantity.MASTER: self._reference.flat_master(MOST), **dict(moments)}
 
@@ -87,8 +97,10 @@ class Witness:
     def whole(self, quantity: Quantity, actual: Sequence[Tensor], step: int | None, stage: Stage) -> Observation | None:
         """All elements of all parameters differ: the compute weights, or the whole master."""
         master = self._reference.flat_master(MOST)
-        before = _known([(_BEFORE, self._last.get(Quantity.MASTER))])
-        if quantity is Quantity.WEIGHTS and stage is not Stage.GATHER:
+        before = _known([(_BEFORE, self.master)])
+        if quantity is Quantity.FULL_MASTER:
+            before = self._masters
+        elif stage is not Stage.GATHER:
             before = ()  # only a gather may change them: they are the previous step's
         expected = master
         if quantity is Quantity.WEIGHTS:

@@ -31,8 +31,10 @@ from harness.scenario.situations import Situation
 
 T = TypeVar("T")
 
-# Going through all objects of a process takes its time.
+# Going through all objects of a process takes its time. Where there are few elements, so are the bytes of whatever is
+# kept of them, and the formula allows some for small things.
 _MEMORY_EVERY = 8
+_MANY_ELEMENTS = 512
 
 
 class Sums(NamedTuple):
@@ -67,7 +69,8 @@ class Shared:
         self._followers = 0
         self._memory: LiveMemory | None = None
         self._arrived: list[_Arrived] = []
-        if static_memory and num_ranks > 1 and scenario.seed % _MEMORY_EVERY == 0:
+        shows = scenario.numel > _MANY_ELEMENTS or scenario.seed % _MEMORY_EVERY == 0
+        if static_memory and num_ranks > 1 and shows:
             self._memory = LiveMemory()
 
     def once(self, what: Hashable, work_out: Callable[[], T]) -> T:
@@ -150,7 +153,8 @@ class Shared:
             return None
         common = [tensor for step in self._steps.values() for _, sums in step.sums for tensor in sums.gradients]
         limit = sum(one.limit for one in self._arrived if one.rank() is not None)
-        return Kept(self._memory.since(common, set().union(*(one.addresses for one in self._arrived))), limit)
+        addresses = set().union(*(one.addresses for one in self._arrived))
+        return Kept(self._memory.since(common, addresses, limit), limit)
 
 
 class _Step(NamedTuple):

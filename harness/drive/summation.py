@@ -5,10 +5,12 @@ Everything here that is collective runs outside the log of collectives.
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,6 +130,7 @@ class Prober:
         self._shard = shard
         self._device = torch.device(context.device)
         self._instance: Any = None
+        self._parameters: list[torch.nn.Parameter] = []
 
     def __call__(self, plan: StepPlan) -> Order | None:
         """The order in which it adds the ranks' first parts in such a step; None when no fixed tree explains it.
@@ -141,16 +144,23 @@ class Prober:
             if not self._built():
                 return None
             if first:
-                self._reduced(plan, 1.0)  # some do their first step in a way of its own
-            shards = [self._reduced(plan, probing.probe(pair, self._context.rank)) for pair in probing.pairs(world)]
+                self._reduced(plan, None)  # some do their first step in a way of its own
+            shards = [self._reduced(plan, pair) for pair in probing.pairs(world)]
             own = torch.stack(shards)
             gathered = [torch.empty_like(own) for _ in range(world)]
             torch.distributed.all_gather(gathered, own)
+        ones = np.concatenate([np.full(each.numel(), _scale(each).one, np.float32) for each in self._parameters])
         sums = {}
         for number, pair in enumerate(probing.pairs(world)):
             whole = self._shard.flat([of_rank[number] for of_rank in gathered])
-            sums[pair] = whole.cpu().numpy()
+            sums[pair] = whole.cpu().numpy() / ones
         return probing.reveal(sums, world)
+
+    def forget(self) -> None:
+        """Let go of the instance, if there is one, so that what it keeps alive is not taken for the subject's."""
+        if self._instance is not None:
+            self._instance, self._parameters = None, []
+            gc.collect()
 
     def _built(self) -> bool:
         """Whether there is an instance on every rank: some classes allow one in a process."""
@@ -168,10 +178,12 @@ class Prober:
         master = getattr(self._instance, "master", None)
         return isinstance(master, Tensor) and master.numel() == self._shard.partition.shard_len
 
-    def _reduced(self, plan: StepPlan, value: float) -> Tensor:
-        """This rank's shard of a sum to which its first part contributes ``value`` everywhere, the others zeros."""
+    def _reduced(self, plan: StepPlan, pair: probing.Pair | None) -> Tensor:
+        """This rank's shard of a sum to which its first part contributes a probe, or ones, the others zeros."""
         for number, part in enumerate(plan.parts):
             for parameter in self._parameters:
+                scale = _scale(parameter)
+                value = scale.one if pair is None else probing.probe(pair, self._context.rank, scale)
                 parameter.grad = torch.full_like(parameter, 0.0 if number else value)
             self._instance.collect(part.more)
         self._instance.reduce_scatter()
@@ -179,3 +191,8 @@ class Prober:
         if reduced.numel() != self._shard.partition.shard_len:
             raise ValueError(f"master.grad has {reduced.numel()} elements")
         return reduced.clone()
+
+
+def _scale(parameter: Tensor) -> probing.Scale:
+    """What gradients of its dtype can hold."""
+    return probing.HALF if parameter.dtype == torch.float16 else probing.WIDE

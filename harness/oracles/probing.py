@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,19 @@ from harness.oracles.order import Order, Tree, bottom_up
 
 Pair = tuple[int, int]
 
-PROBE = 2.0**120
-"""What a probe cancels: exact in bf16 and fp32, and 1.0 is below the last place even of fp64."""
+
+class Scale(NamedTuple):
+    """What a probe cancels, and what all others contribute: absorbed in fp32, on at most 32 ranks, until it is."""
+
+    probe: float
+    one: float
+
+
+WIDE = Scale(2.0**120, 1.0)
+"""Exact in bf16 and fp32; one is below the last place even of fp64."""
+
+HALF = Scale(2.0**15, 2.0**-24)
+"""Exact in fp16. 30 times one is far below 2**-10, half of the last place of what lies below the probe in fp32."""
 
 
 def pairs(world: int) -> list[Pair]:
@@ -27,13 +39,13 @@ def pairs(world: int) -> list[Pair]:
     return list(itertools.combinations(range(world), 2))
 
 
-def probe(pair: Pair, rank: int) -> float:
+def probe(pair: Pair, rank: int, scale: Scale = WIDE) -> float:
     """What ``rank`` contributes to every element in the probe ``pair``."""
-    return PROBE if rank == pair[0] else -PROBE if rank == pair[1] else 1.0
+    return scale.probe if rank == pair[0] else -scale.probe if rank == pair[1] else scale.one
 
 
 def reveal(sums: Mapping[Pair, NDArray[np.float32]], world: int) -> Order | None:
-    """The order behind the sums of all probes, fp32 ``[n]`` each; None when some element's sums fit no tree.
+    """The order behind the sums of all probes, in ones, fp32 ``[n]`` each; None when some element's fit no tree.
 
     A sum that was rounded otherwise than after each addition of two (kept exactly, say) fits no tree either.
     """

@@ -149,14 +149,43 @@ def scenarios(
 
 
 def turn(index: int, worlds: Sequence[int], *, bucket: int | None = None, extension: Extension = CONTRACT) -> Turn:
-    """The world and the goal of example number ``index``: worlds go round, and each world goes through all goals.
+    """The world and the goal of example number ``index``: worlds go round, and each takes the goal most in need.
 
-    The worlds start at different goals, so that a short campaign aims at as many different ones as it can.
+    That is one that was aimed at least often so far, of those that the world can have. So the campaign has aimed at
+    every goal after as many examples as there are goals, and at any time about as often at one as at another; and each
+    world goes through all of its goals, again and again.
     """
-    lap, place = divmod(index, len(_checked(worlds)))
-    world = worlds[place]
-    goals = [goal for goal in GOALS if can_hold(goal, world, bucket, extension)]
-    return Turn(world, goals[(lap + place * len(goals) // len(worlds)) % len(goals)])
+    cycle = _cycle(tuple(_checked(worlds)), bucket, extension)
+    return cycle[index % len(cycle)]
+
+
+# How often, at least, each world takes each of its goals before the turns begin again.
+_ROUNDS = 3
+# At most this many times as often as another does a world take one of its goals. Otherwise what few of many worlds can
+# have would be all that these ever take.
+_MOST_OFTEN = 8
+
+
+@functools.lru_cache(maxsize=64)
+def _cycle(worlds: tuple[int, ...], bucket: int | None, extension: Extension) -> tuple[Turn, ...]:
+    """All turns, up to where they begin again: so few that the turn of any example is at hand."""
+    # Goals by their place in the list: it decides between those equally in need.
+    places = range(len(GOALS))
+    held = {world: [place for place in places if can_hold(GOALS[place], world, bucket, extension)] for world in worlds}
+    num_worlds = [sum(place in held[world] for world in held) for place in places]
+    aimed = [0] * len(GOALS)
+    taken = {world: [0] * len(GOALS) for world in worlds}
+    cycle: list[Turn] = []
+    while any(taken[world][place] < _ROUNDS for world in held for place in held[world]):
+        for world in worlds:
+            mine = taken[world]
+            most = _MOST_OFTEN * (1 + min(mine[place] for place in held[world]))
+            needs = ((aimed[at], mine[at], num_worlds[at], at) for at in held[world] if mine[at] < most)
+            *_, place = min(needs)
+            aimed[place] += 1
+            mine[place] += 1
+            cycle.append(Turn(world, GOALS[place]))
+    return tuple(cycle)
 
 
 @contextlib.contextmanager

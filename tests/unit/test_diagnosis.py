@@ -116,6 +116,14 @@ def one_further(values: NDArray[np.float64], by: int) -> NDArray[np.float64]:
     return moved
 
 
+def reduced_in_place(own: Own) -> NDArray[np.float64]:
+    """The sum of all ranks takes the place of each one's own sum after every part."""
+    found = np.zeros_like(own[:, 0])
+    for part in range(own.shape[1]):
+        found = np.broadcast_to((found + own[:, part]).sum(axis=0), found.shape)
+    return found[0]
+
+
 MISTAKES: list[tuple[Symptom, Wrong, Callable[[Scenario, StepPlan], bool]]] = [
     (Symptom.FACTOR_WORLD, lambda scenario, own: total(own) * scenario.world, anything),
     (Symptom.FACTOR_ONE_OVER_WORLD, lambda scenario, own: total(own) / scenario.world, anything),
@@ -123,6 +131,12 @@ MISTAKES: list[tuple[Symptom, Wrong, Callable[[Scenario, StepPlan], bool]]] = [
     (Symptom.FACTOR_ONE_OVER_PARTS, lambda scenario, own: total(own) / own.shape[1], several_parts),
     (Symptom.PART_MISSING, lambda scenario, own: total(own[:, 1:]), several_parts),
     (Symptom.PART_TWICE, lambda scenario, own: total(own) + total(own[:, -1:]), several_parts),
+    (
+        Symptom.PART_TWICE,
+        lambda scenario, own: sum(total(own[:, : end + 1]) for end in range(own.shape[1])),
+        several_parts,
+    ),
+    (Symptom.PART_TWICE, lambda scenario, own: reduced_in_place(own), several_parts),
     (Symptom.RANK_MISSING, lambda scenario, own: total(own[:-1]), anything),
     (Symptom.RANK_TWICE, lambda scenario, own: total(own) + total(own[:1]), anything),
     (Symptom.OTHER_RANK, first_turned, anything),
@@ -133,7 +147,9 @@ MISTAKES: list[tuple[Symptom, Wrong, Callable[[Scenario, StepPlan], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize(("symptom", "wrong", "suits"), MISTAKES, ids=[entry[0].name for entry in MISTAKES])
+@pytest.mark.parametrize(
+    ("symptom", "wrong", "suits"), MISTAKES, ids=[f"{entry[0].name}-{at}" for at, entry in enumerate(MISTAKES)]
+)
 @pytest.mark.parametrize("seed", sampled([1, 2], every=2))
 def test_a_mistake_of_a_known_kind_is_named(
     symptom: Symptom, wrong: Wrong, suits: Callable[[Scenario, StepPlan], bool], seed: int
@@ -142,6 +158,27 @@ def test_a_mistake_of_a_known_kind_is_named(
 
     assert found.symptom is not None, found.possible
     assert found.symptom.startswith(symptom.value)
+
+
+def test_gradients_in_the_room_of_those_that_are_none_are_shifted() -> None:
+    failing = []
+    for scenario, plan in drawn(1, lambda scenario, plan: any(any(part.none) for part in plan.parts)):
+        own = step_contributions(scenario, plan)
+        values = np.zeros(scenario.numel)
+        for (number, part), rank in itertools.product(enumerate(plan.parts), range(scenario.world)):
+            there = [
+                np.full(each.numel, index not in part.none[rank]) for index, each in enumerate(scenario.parameters)
+            ]
+            closed_up = own[rank, number, np.concatenate(there)]
+            values[: closed_up.size] += closed_up
+        seen = observed(scenario, plan, values)
+        if any(seen.values()):
+            failing.append((scenario, seen))
+
+    found = diagnose.name(min(failing, key=lambda each: each[0].numel), failing)
+
+    assert found.symptom is not None, found.possible
+    assert found.symptom.startswith(Symptom.SHIFTED.value)
 
 
 def noisy(scenario: Scenario, own: Own) -> NDArray[np.float64]:
@@ -225,3 +262,77 @@ def test_the_pattern_says_where() -> None:
     assert evidence is not None
     text = pattern(evidence)
     assert text.startswith(f"1 of {scenario.numel:,} elements, on rank 0, in 1 of {len(partition.buckets)} buckets (1)")
+
+
+# --- the norm ---------------------------------------------------------------------------------------------------------
+
+
+def norm_named(
+    wrong: Callable[[Scenario, StepPlan, NDArray[np.float64]], float], seed: int, *, exponent: int = 0
+) -> diagnose.Named:
+    """What is said where this is made of the squares of a reduced gradient on the grid 2**exponent, on every rank."""
+    failing: list[tuple[Scenario, Observations]] = []
+    for scenario, plan in drawn(seed, several_parts):
+        scale = 2.0 ** (exponent - scenario.values.exponent)
+        expected = (step_contributions(scenario, plan).sum(axis=(0, 1)) * scale).astype(np.float32)
+        squares = expected.astype(np.float64) ** 2
+        norm = wrong(scenario, plan, squares)
+        if abs(norm - squares.sum()) <= 2.0**-20 * squares.sum():
+            continue
+        partition = Partition.from_request(scenario.numel, scenario.world, scenario.bucket)
+        found = Observation(
+            quantity=Quantity.NORM,
+            step=plan.index,
+            stage=Stage.NORM,
+            buckets=tuple((one.start, one.end, one.padded) for one in partition.buckets),
+            expected=expected.tobytes(),
+            norm=norm,
+        )
+        failing.append((scenario, dict.fromkeys(range(scenario.world), found)))
+    assert failing
+    return diagnose.name(failing[0], failing)
+
+
+NORMS: dict[str, tuple[Callable[[Scenario, StepPlan, NDArray[np.float64]], float], Symptom | None]] = {
+    "times W": (lambda scenario, plan, squares: squares.sum() * scenario.world, Symptom.FACTOR_WORLD),
+    "of the gradient times W": (
+        lambda scenario, plan, squares: squares.sum() * scenario.world**2,
+        Symptom.FACTOR_WORLD,
+    ),
+    "of the mean over ranks": (
+        lambda scenario, plan, squares: squares.sum() / scenario.world**2,
+        Symptom.FACTOR_ONE_OVER_WORLD,
+    ),
+    "of the gradient times the parts": (
+        lambda scenario, plan, squares: squares.sum() * len(plan.parts) ** 2,
+        Symptom.FACTOR_PARTS,
+    ),
+    "of the mean over parts": (
+        lambda scenario, plan, squares: squares.sum() / len(plan.parts) ** 2,
+        Symptom.FACTOR_ONE_OVER_PARTS,
+    ),
+    "a parameter twice": (
+        lambda scenario, plan, squares: squares.sum() + squares[: scenario.parameters[0].numel].sum(),
+        Symptom.TWICE,
+    ),
+    "all twice": (lambda scenario, plan, squares: 2 * squares.sum(), Symptom.TWICE),
+    "nothing": (lambda scenario, plan, squares: 0.0, Symptom.ZERO),
+    "rounded": (
+        lambda scenario, plan, squares: float(round_bf16(np.array([squares.sum()], np.float32))[0]),
+        Symptom.BF16_AFTER,
+    ),
+    "a little more": (lambda scenario, plan, squares: squares.sum() * (1 + 2.0**-9), None),
+    "three times and a half": (lambda scenario, plan, squares: 3.5 * squares.sum(), None),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_done_to_a_norm_is_named(case: str, seed: int) -> None:
+    wrong, symptom = NORMS[case]
+    told = norm_named(wrong, seed).symptom
+    assert (told or "").partition(" (")[0] == ("" if symptom is None else symptom.value)
+
+
+def test_squares_that_are_too_small_for_a_format_are_no_missing_ones() -> None:
+    assert norm_named(lambda scenario, plan, squares: 0.0, 0, exponent=-80).symptom is None

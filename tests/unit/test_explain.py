@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
-from harness.explain import REPLAYS, SHORT_STALL_S, Explainer, Found
+from harness.explain import REPLAYS, SHORT_STALL_S, Explainer, Found, repeated
 from harness.scenario import generate
 from harness.scenario.model import Scenario
 from harness.verdict import Divergence, Property, Stage
@@ -131,6 +131,23 @@ def test_everything_that_is_better_is_told_at_once() -> None:
     assert told == [FIRST, FIRST, one, other, other, other]
 
 
+@pytest.mark.parametrize(("limit_s", "times"), [(0.0, 1), (1e6, REPLAYS)])
+def test_without_time_a_violation_is_confirmed_by_one_more_run(limit_s: float, times: int) -> None:
+    bad = violated()
+    canned = Canned(lambda *_: bad)
+
+    explainer(canned).explain(FIRST, bad, offers(), limit_s=limit_s)
+
+    assert [scenario for scenario, _ in canned.ran] == [FIRST] * times
+
+
+def test_without_time_a_violation_that_does_not_come_again_is_still_one_of_determinism() -> None:
+    found = explainer(Canned(lambda *_: HOLDS)).explain(FIRST, violated(), offers(), limit_s=0.0)
+
+    assert found.evaluation.divergence is not None
+    assert found.evaluation.divergence.property is Property.DETERMINISM
+
+
 def test_without_time_nothing_smaller_is_tried_and_that_is_said() -> None:
     bad = violated()
     explains = explainer(Canned(lambda *_: bad))
@@ -176,3 +193,32 @@ def test_a_case_that_may_not_be_the_smallest_says_so() -> None:
     assert whole.cut_short is None
     cut = explainer(Canned(lambda *_: bad), shrink_s=-1.0).explain(FIRST, bad, offers(one, other))
     assert "may not be the smallest" in (cut.cut_short or "")
+
+
+def traced(*runs: tuple[str, str]) -> Evaluation:
+    """What is said of a scenario whose runs gave these bits, and whose ranks waited in these places."""
+    first, *again = (Evaluation(Conclusion.HOLDS, fingerprint=run) for run in runs)
+    answers = iter(again)
+    said = repeated(cast(Evaluator, Canned(lambda scenario, stall_s: next(answers))), FIRST, first, Counter(), times=1)
+    assert next(answers, None) is None, "it was not run as often as there are answers"
+    return said
+
+
+def test_a_first_run_may_set_up_what_is_kept() -> None:
+    assert traced(("bits", "makes groups"), ("bits", "has them"), ("bits", "has them")).conclusion is Conclusion.HOLDS
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [("bits", "here"), ("bits", "there"), ("bits", "here")],
+        [("bits", "here"), ("bits", "there"), ("bits", "elsewhere")],
+        [("bits", "here"), ("other bits", "here")],
+        [("bits", "here"), ("other bits", "there")],
+        [("bits", "here"), ("bits", "there"), ("other bits", "there")],
+    ],
+)
+def test_what_changes_from_run_to_run_is_no_setting_up(runs: list[tuple[str, str]]) -> None:
+    said = traced(*runs)
+    assert said.divergence is not None
+    assert said.divergence.property is Property.DETERMINISM

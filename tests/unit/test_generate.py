@@ -238,9 +238,67 @@ def test_a_full_campaign_reaches_every_situation_several_times_and_aims_at_each_
     assert all(aimed[place] >= 1 for place in places)
     assert sum(aimed[place] >= 2 for place in places) > 0.6 * len(places)
     of_contract = [goal for goal in GOALS if any(can_hold(goal, world) for world in WORLDS)]
-    assert all(sum(aimed[world, goal] for world in WORLDS) >= 4 for goal in of_contract)
-    # A short campaign starts its worlds at different goals.
-    assert len({turn(index, WORLDS).goal for index in range(40)}) > 30
+    assert all(sum(aimed[world, goal] for world in WORLDS) >= 6 for goal in of_contract)
+
+
+CAMPAIGNS = [
+    (WORLDS, None, Extension()),
+    (WORLDS, None, EVERYTHING),
+    ((4, 3, 2, 1), None, EVERYTHING),
+    ((1,), None, Extension()),
+    ((2,), None, EVERYTHING),
+    ((1, 2), None, EVERYTHING),
+    ((3, 1), None, Extension()),
+    ((2, 3), None, EVERYTHING),
+    ((1, 2, 3), None, Extension()),
+    (tuple(range(1, 9)), None, EVERYTHING),
+    ((1, 2, 4, 8), 7, EVERYTHING),
+    (WORLDS, 1, Extension()),
+    (WORLDS, 1024, Extension()),
+    ((1, 3), 2**25, EVERYTHING),
+]
+
+
+@pytest.mark.parametrize(("worlds", "bucket", "extension"), CAMPAIGNS)
+def test_a_campaign_aims_at_every_goal_first_and_then_at_each_as_often(
+    worlds: tuple[int, ...], bucket: int | None, extension: Extension
+) -> None:
+    goals = {goal for goal in GOALS if any(can_hold(goal, world, bucket, extension) for world in worlds)}
+    turns = [turn(index, worlds, bucket=bucket, extension=extension) for index in range(300)]
+    assert {goal for _, goal in turns[: len(goals)]} == goals
+    # The last ones are few where they begin again.
+    for num_turns in range(len(goals), 300):
+        aimed = Counter(goal for _, goal in turns[:num_turns])
+        assert min(aimed[goal] for goal in goals) >= num_turns // len(goals) - 1
+        assert max(aimed.values()) <= num_turns // len(goals) + 2
+
+
+@pytest.mark.parametrize(("worlds", "bucket", "extension"), CAMPAIGNS)
+def test_worlds_go_round_and_each_goes_through_all_of_its_goals_whatever_the_place(
+    worlds: tuple[int, ...], bucket: int | None, extension: Extension
+) -> None:
+    for begin in (0, 1000, 2**40 + 1):  # the last as where others than a campaign's own are asked for
+        turns = [turn(begin + number, worlds, bucket=bucket, extension=extension) for number in range(3000)]
+        first = worlds.index(turns[0].world)
+        assert [this.world for this in turns] == [worlds[(first + at) % len(worlds)] for at in range(3000)]
+        held = {(world, goal) for world in worlds for goal in GOALS if can_hold(goal, world, bucket, extension)}
+        assert set(turns) == held
+    assert [turn(index, worlds, bucket=bucket, extension=extension).world for index in range(8)] == [
+        worlds[index % len(worlds)] for index in range(8)
+    ]
+
+
+def test_worlds_that_alone_can_have_a_goal_have_others_too() -> None:
+    """Of 64 worlds only the largest has a bucket below it: one goal in 46, which would take all of its turns."""
+    worlds = tuple(range(1, 65))
+    goals = Counter(turn(index, worlds, bucket=63).goal for index in range(63, 64 * 8 * len(GOALS), 64))
+    assert set(goals) == {goal for goal in GOALS if can_hold(goal, 64, 63)}
+    assert goals[Situation.BUCKET_BELOW_WORLD] == max(goals.values())
+
+
+def test_a_campaign_over_one_world_goes_through_its_goals_in_order() -> None:
+    goals = [goal for goal in GOALS if can_hold(goal, 1)]
+    assert [turn(index, (1,)).goal for index in range(200)] == [goals[index % len(goals)] for index in range(200)]
 
 
 def test_no_two_ranks_or_parts_of_a_step_have_the_same_contributor() -> None:

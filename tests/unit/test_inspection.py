@@ -153,6 +153,15 @@ def wrong_at(rank: int, **fields: object) -> RankVerdict:
     return RankVerdict(rank=rank, status=RankStatus.DONE, handed=(note,))
 
 
+def swapped(rank: int, *buckets: int) -> RankVerdict:
+    """Each of these buckets was handed over where the one before it was due, the first where the last was."""
+    notes = [
+        Handed(step=0, stage=Stage.REDUCE, message="handed over another", bucket=bucket, instead=instead)
+        for bucket, instead in zip(buckets, buckets[1:] + buckets[:1], strict=True)
+    ]
+    return RankVerdict(rank=rank, status=RankStatus.DONE, handed=tuple(notes))
+
+
 def fine(rank: int) -> RankVerdict:
     return RankVerdict(rank=rank, status=RankStatus.DONE)
 
@@ -168,10 +177,23 @@ def test_a_wrong_sum_is_put_at_the_rank_that_gave_a_wrong_value() -> None:
 
 
 def test_a_swap_is_a_matter_of_traffic() -> None:
-    found = blame.attributed(FOUND, [fine(0), wrong_at(1, bucket=0, instead=1), fine(2)])
+    found = blame.attributed(FOUND, [fine(0), swapped(1, 0, 1), fine(2)])
 
     assert (found.property, found.rank, found.stage, found.bucket) == (Property.TRAFFIC, 1, Stage.REDUCE, 0)
     assert "unlike ranks 0, 2" in found.message
+
+
+def test_ranks_that_were_wrong_too_are_not_among_those_that_were_right() -> None:
+    found = blame.attributed(FOUND, [fine(0), swapped(1, 0, 1), swapped(2, 0, 2, 1)])
+
+    assert found.rank == 1
+    assert "unlike rank 0 (rank 2 handed over something wrong too)" in found.message
+
+
+def test_a_bucket_that_was_handed_over_twice_is_a_wrong_value_and_no_swap() -> None:
+    found = blame.attributed(FOUND, [fine(0), wrong_at(1, bucket=0, instead=1), fine(2)])
+
+    assert (found.property, found.rank, found.stage) == (Property.GRADIENT, 1, Stage.REDUCE)
 
 
 def test_what_looks_wrong_on_all_ranks_or_later_says_nothing() -> None:

@@ -128,6 +128,19 @@ def test_a_storage_counts_once_and_whole(memory: LiveMemory) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+def test_what_lies_where_something_was_freed_counts() -> None:
+    """An allocator gives an address again at once: what is new there is new."""
+    before = torch.ones(1000)
+    address = before.untyped_storage().data_ptr()
+    memory = LiveMemory()
+    del before
+    fresh = [torch.ones(1000) for _ in range(100)]
+
+    assert address in {tensor.untyped_storage().data_ptr() for tensor in fresh}
+    assert memory.since([]) == 400_000
+
+
+@pytest.mark.usefixtures("quiet")
 def test_what_was_there_before_does_not_count() -> None:
     before = torch.ones(1000)
     memory = LiveMemory()
@@ -135,6 +148,31 @@ def test_what_was_there_before_does_not_count() -> None:
 
     assert memory.since([]) == 0
     assert view.numel() == 1
+
+
+@pytest.mark.usefixtures("quiet")
+def test_what_takes_the_place_of_what_was_there_counts() -> None:
+    """The allocator gives the address of what was freed last to the next one that asks for as much."""
+    before = [torch.ones(1000) for _ in range(8)]
+    memory = LiveMemory()
+    taken = {tensor.data_ptr() for tensor in before}
+    before.clear()
+    after = [torch.ones(1000) for _ in range(8)]
+
+    assert taken & {tensor.data_ptr() for tensor in after}
+    assert memory.since([]) == 8 * 4000
+
+
+def test_garbage_in_a_cycle_is_collected_before_it_is_too_much(memory: LiveMemory) -> None:
+    gc.disable()
+    try:
+        cycle: list[object] = [torch.ones(1000)]
+        cycle.append(cycle)
+        del cycle
+        assert memory.since([], limit=4000) == 4000
+        assert memory.since([], limit=3999) == 0
+    finally:
+        gc.enable()
 
 
 def test_what_is_named_does_not_count_whichever_view_names_it(memory: LiveMemory) -> None:
@@ -165,7 +203,7 @@ def test_parameters_gradients_and_optimizer_state_are_seen(memory: LiveMemory) -
     ],
 )
 def test_the_limit_by_hand(shard_len: int, numel: int, largest: int, spilled: bool, expected: int) -> None:
-    """Master, gradient, two moments; two buckets of staging; the host vector after a spill; a page of small things."""
+    """Master, gradient, two moments; two buckets of staging; the host vector after a spill; two KiB of small things."""
     limit = static_bytes_limit(shard_len=shard_len, numel=numel, largest_bucket=largest, spilled=spilled)
 
-    assert limit == expected + 4096
+    assert limit == expected + 2048

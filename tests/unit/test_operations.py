@@ -5,6 +5,7 @@ Three ranks are threads of this process that take turns.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from torch import nn
 from harness.drive.driver import Driver
 from harness.drive.shared import Shared
 from harness.drive.trail import Trail
+from harness.faults.museum.controls import OneInstanceAProcess, Refreshes
+from harness.faults.museum.plain import PlainZero
+from harness.faults.museum.plants.accumulation import KeepsSkippedGradient
+from harness.faults.museum.plants.layout import MasterOutlivesIt
 from harness.scenario.model import (
     AdamW,
     Build,
@@ -38,15 +43,7 @@ from harness.scenario.model import (
 from harness.subjects.builtin import CLASS_SUBJECT, Capabilities, capabilities
 from harness.verdict import Property, RankStatus, RankVerdict, Stage
 from tests.lockstep import Lockstep
-from tests.subjects.broken import (
-    KeepsSkippedGradient,
-    LayoutOutlivesIt,
-    MasterOutlivesIt,
-    RateOfTheFirstStep,
-    SpillsOutliveIt,
-)
-from tests.subjects.plain import PlainZero
-from tests.subjects.right import OneInstanceAProcess, Refreshes
+from tests.subjects.broken import LayoutOutlivesIt, RateOfTheFirstStep, SpillsOutliveIt
 from zero2core.zero_master import ZeroMaster
 
 WORLD = 3
@@ -109,10 +106,12 @@ def first(verdicts: Sequence[RankVerdict]) -> tuple[Property, int | None, Stage]
 @pytest.mark.parametrize("domain", [Domain.EXACT, Domain.GENERAL])
 @pytest.mark.parametrize("optimizer", [AdamW(), AdamW(amsgrad=True, maximize=True, foreach=True)], ids=["", "amsgrad"])
 def test_the_built_in_holds_through_all_of_them(shared: bool, domain: Domain, optimizer: AdamW, tmp_path: Path) -> None:
-    """Its traffic and its memory as the layout says, after each rebuild too."""
-    verdicts = drive(
-        ZeroMaster, scenario_of(ALL, optimizer, domain), tmp_path, shared=shared, can=capabilities("zero2")
-    )
+    """Its traffic and its memory as the layout says, after each rebuild too.
+
+    Memory where the ranks know of each other: else each takes what the others hold in this process for its subject's.
+    """
+    can = dataclasses.replace(capabilities("zero2"), static_memory=shared)
+    verdicts = drive(ZeroMaster, scenario_of(ALL, optimizer, domain), tmp_path, shared=shared, can=can)
 
     assert [verdict.status for verdict in verdicts] == [RankStatus.DONE] * WORLD
     assert first(verdicts) is None, verdicts

@@ -465,6 +465,24 @@ def test_probing_reveals_any_trees(rounding: Rounding, drawn: tuple[int, Order])
     assert revealed.labels.dtype == np.intp
 
 
+@pytest.mark.parametrize("world", [3, 4, 32])
+def test_probes_that_fp16_can_hold_reveal_the_same(world: int) -> None:
+    """Also where all other ranks are added to the probe one by one, or as one sum."""
+    inner = order.fold(range(2, world))
+    trees: tuple[Tree, ...] = (order.fold(range(world)), ((0, inner), 1), ((1, 0), inner), order.ring(world)[1])
+    given_order = Order(trees, np.arange(len(trees)))
+    sums = {}
+    for pair in probing.pairs(world):
+        values = [probing.probe(pair, rank, probing.HALF) for rank in range(world)]
+        assert [float(np.float16(value)) for value in values] == values
+        sums[pair] = np.array([plain(tree, values, "fp32") for tree in trees], np.float32) / probing.HALF.one
+
+    revealed = probing.reveal(sums, world)
+
+    assert revealed is not None
+    assert elements(revealed) == elements(given_order)
+
+
 @given(orders())
 @settings(max_examples=15, database=None, deadline=None)
 def test_what_was_revealed_adds_the_same_bits(drawn: tuple[int, Order]) -> None:

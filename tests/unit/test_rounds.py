@@ -10,8 +10,11 @@ from statistics import fmean
 
 import pytest
 
+from harness.fuzz import rounds
 from harness.fuzz.rounds import Kind, Round, Seen, merge, replay_saved, round_of, run_round
 from harness.fuzz.swarm import Feature
+from harness.scenario import generate
+from harness.scenario.generate import turn
 from harness.scenario.model import (
     Build,
     Clip,
@@ -26,7 +29,7 @@ from harness.scenario.model import (
     check,
     steps,
 )
-from harness.scenario.relations import Relation, related
+from harness.scenario.relations import Relation, RelationReference, related
 from harness.scenario.situations import RUNTIME, reached, required
 from tests.examining import Judging
 from tests.support import repetitions, sampled
@@ -199,6 +202,30 @@ def test_a_related_round_gives_every_relation_its_turn_and_only_where_it_applies
     with_relation = [scenario for scenario in examiner.examined if scenario not in examiner.by_themselves]
     for scenario, relation in zip(with_relation, examiner.relations, strict=True):
         assert related(scenario, relation.name, relation.pick, relation.worlds) is not None
+
+
+@pytest.mark.parametrize("worlds", [WORLDS, (2, 3), (1, 2)])
+def test_related_rounds_hold_each_goal_against_every_relation(
+    monkeypatch: pytest.MonkeyPatch, worlds: tuple[int, ...]
+) -> None:
+    """Goals and relations both take turns: in time all of them meet. Here all relations apply to all scenarios."""
+
+    class Noting(Judging):
+        def relate(self, scenario: Scenario, relation: RelationReference) -> Seen:
+            self.relations.append(relation)
+            return Seen(violated=False)
+
+    one = generate.draw(1, 0, (2,))
+    monkeypatch.setattr(generate, "draw", lambda *_, **__: one)
+    monkeypatch.setattr(rounds, "related", lambda *_: one)
+    examiner = Noting(never)
+    this = Round(2, Kind.RELATED, frozenset(), size=10_000)
+    assert run_round(this, seed=1, worlds=worlds, bucket=None, examiner=examiner, extension=EVERYTHING)
+    relations = [reference.name for reference in examiner.relations]
+    goals = [turn(index, worlds, extension=EVERYTHING).goal for index in range(this.size)]
+    each = set(Relation) - {Relation.TIER}
+    assert all(set(relations[at : at + len(each)]) == each for at in range(0, this.size, len(each)))
+    assert set(zip(goals, relations, strict=True)) == set(itertools.product(set(goals), each))
 
 
 def test_a_targeted_round_varies_what_reached_rare_situations() -> None:

@@ -18,15 +18,17 @@ from harness.drive.driver import Driver
 from harness.drive.shared import Shared
 from harness.drive.tasks import encode
 from harness.drive.trail import Trail
+from harness.faults.museum import controls, controls_zero2
+from harness.faults.museum.plain import PlainZero
+from harness.faults.museum.plants import gather, norm, reduction
 from harness.oracles import contributions
 from harness.oracles.reference import UnshardedTrainer
 from harness.scenario import generate
 from harness.scenario.model import AdamW, Build, Clip, Domain, Parameter, Part, Scenario, Step, StepPlan, Values, steps
-from harness.subjects.builtin import CLASS_SUBJECT, Capabilities
+from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
 from harness.verdict import Property, RankVerdict
 from tests.lockstep import Lockstep
-from tests.subjects import broken, right
-from tests.subjects.plain import PlainZero
+from tests.subjects import broken
 from zero2core.zero_master import ZeroMaster
 
 WORLD = 3
@@ -62,13 +64,13 @@ def drive(
 
 SUBJECTS = {
     "right": (PlainZero, False),
-    "right, with an order of its own": (right.AddsPairwise, False),
-    "right, within the bound only": (right.AddsPartsBackward, False),
+    "right, with an order of its own": (controls.AddsPairwise, False),
+    "right, within the bound only": (controls.AddsPartsBackward, False),
     "another norm on each rank": (broken.LocalNorm, True),
     "a norm that one rank has otherwise": (broken.NormOffByOneUlp, True),
-    "a wrong sum": (broken.MeanForSum, True),
-    "another gradient from the norm on": (broken.NormOfSavedCopy, True),
-    "another master": (broken.MasterRounded, True),
+    "a wrong sum": (reduction.MeanForSum, True),
+    "another gradient from the norm on": (norm.NormOfSavedCopy, True),
+    "another master": (gather.MasterRounded, True),
     "other weights on one rank": (broken.LastRankStale, True),
     "raises": (broken.RaisesInGather, True),
     "another refusal on one rank": (broken.OneRankRefusesInNorm, True),
@@ -238,8 +240,26 @@ def test_sums_are_added_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert [one.tolist() for one in late.gradients] == [one.tolist() for one in once[0].gradients]
 
 
+# --- probing ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_order_is_found_out_where_gradients_are_narrow(tmp_path: Path) -> None:
+    """Each parameter is probed with what its dtype can hold."""
+    rounds = replace(
+        scenario_of(WORLD),
+        parameters=(Parameter("w", (400,), dtype="fp16"), Parameter("v", (3, 2)), Parameter("u", (9,), dtype="fp32")),
+        values=Values(Domain.GENERAL, 255, -20, spread=28),
+    )
+    verdicts = drive(controls_zero2.DealsOutElements, rounds, tmp_path, Shared(rounds, WORLD), OWN)
+
+    assert all(verdict.searched for verdict in verdicts)
+    assert [verdict.divergence for verdict in verdicts] == [None] * WORLD
+    assert [verdict.oracle.get("bound", 0) for verdict in verdicts] == [0] * WORLD
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
+OWN = BUILTIN["zero2"].capabilities
 STATIC_MEMORY = dataclasses.replace(CLASS_SUBJECT, static_memory=True)
 
 
@@ -251,9 +271,8 @@ class Hoards(ZeroMaster):
         self.hoard = torch.zeros(100_000) if rank == world - 1 else None
 
 
-def memory_found(cls: type, seed: int, directory: Path) -> tuple[int, list[Property | None]]:
+def memory_found(cls: type, scenario: Scenario, directory: Path) -> tuple[int, list[Property | None]]:
     """How often the memory of a world was judged, and what its ranks found."""
-    scenario = scenario_of(WORLD, seed)
     gc.collect()
     without = drive(cls, scenario, directory, Shared(scenario, WORLD), STATIC_MEMORY)
     gc.collect()
@@ -263,16 +282,32 @@ def memory_found(cls: type, seed: int, directory: Path) -> tuple[int, list[Prope
 
 
 def test_the_memory_of_a_world_is_judged_once_in_one_scenario_of_eight(tmp_path: Path) -> None:
-    assert memory_found(ZeroMaster, 8, tmp_path) == (1, [None] * WORLD)
-    assert memory_found(ZeroMaster, 9, tmp_path) == (0, [None] * WORLD)
+    assert memory_found(ZeroMaster, scenario_of(WORLD, 8), tmp_path) == (1, [None] * WORLD)
+    assert memory_found(ZeroMaster, scenario_of(WORLD, 9), tmp_path) == (0, [None] * WORLD)
 
 
 def test_what_one_rank_of_a_world_hoards_is_found(tmp_path: Path) -> None:
-    judged, found = memory_found(Hoards, 8, tmp_path)
+    judged, found = memory_found(Hoards, scenario_of(WORLD, 8), tmp_path)
 
     assert judged == 1
     assert found.count(Property.MEMORY) == 1
     assert found.count(None) == WORLD - 1
+
+
+def test_what_a_probed_instance_keeps_is_not_the_subjects(tmp_path: Path) -> None:
+    """An order of its own is found out from a second instance, as large as the first."""
+    rounds = replace(
+        scenario_of(WORLD, 8),
+        parameters=(Parameter("w", (30_000,)),),
+        values=Values(Domain.GENERAL, 255, 0, spread=20),
+        operations=(Build(900), *scenario_of(WORLD).operations[1:]),
+    )
+    gc.collect()
+    shared = Shared(rounds, WORLD, static_memory=True)
+    verdicts = drive(controls.AddsFromTheLastRank, rounds, tmp_path, shared, STATIC_MEMORY)
+
+    assert all(verdict.searched for verdict in verdicts)
+    assert [verdict.divergence for verdict in verdicts] == [None] * WORLD
 
 
 def test_a_rank_that_is_gone_is_allowed_nothing() -> None:
