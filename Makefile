@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify fuzz test-cpu stress train bench soak lint fmt clean
+.PHONY: help setup verify fuzz museum test-cpu stress train bench soak lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -44,6 +44,9 @@ bench: $(READY) ## what a scenario costs, as a ratio to its own collectives and 
 
 soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th, every verdict checked, nothing left behind
 	$(RUN) harness soak
+
+museum: $(READY) ## the bug museum: a campaign over each planted bug and each right variant, and the score
+	$(RUN) harness museum $(MUSEUM)
 
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)

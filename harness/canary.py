@@ -19,6 +19,10 @@ class _Canary:
     stage: Stage
 
 
+class BrokenHarnessError(UndecidedError):
+    """A subject that must fail did not, or not for what it does: nothing that this harness says could be trusted."""
+
+
 CANARIES = (
     _Canary("canary-bit", frozenset({Property.GRADIENT, Property.OWNERSHIP}), Stage.REDUCE),
     _Canary("canary-exit", frozenset({Property.PROGRESS}), Stage.GATHER),
@@ -29,13 +33,14 @@ def check_canaries(pool: Pool, world: int) -> None:
     """Run both on the ranks of one world.
 
     Raises:
-        UndecidedError: one of them was not found out, or not for what it does.
+        BrokenHarnessError: one of them was not found out, or not for what it does.
+        UndecidedError: they could not be run, which says nothing of the harness.
     """
     for canary in CANARIES:
         evaluation = Evaluator(parse(canary.name), pool).evaluate(scenario(world))
         problem = _problem(canary, evaluation, world - 1)
         if problem is not None:
-            raise UndecidedError(
+            raise BrokenHarnessError(
                 f"the harness is broken: {canary.name}, a subject that must fail, {problem}; "
                 "no verdict could be trusted, so nothing was run"
             )

@@ -16,7 +16,7 @@ from harness.sim.lanes import MAX_LANES
 
 # Measured with torch 2.13 on the CPU: the process that ranks are forked from (294 MiB), and this one (37 MiB).
 _BASE_BYTES = 384 * 2**20
-# A worker of a fuzz campaign, which draws.
+# A worker of a campaign or a museum, which draws.
 _WORKER_BYTES = 128 * 2**20
 # A rank has 4 threads, and a descriptor for each other rank and 12 more; the rest is for what the subject opens.
 _RANK_THREADS = 4
@@ -109,8 +109,8 @@ def simulation_lanes(worlds: Sequence[int], scenario_bytes: int = 0) -> int:
     return max(1, min(fits))
 
 
-def fuzz_workers(backend: str, worlds: Sequence[int], asked: int | None) -> int:
-    """How many workers of a fuzz campaign may run side by side, each with ranks of its own.
+def worker_processes(backend: str, worlds: Sequence[int], asked: int | None) -> int:
+    """How many processes that run campaigns, or parts of one, may work side by side, each with ranks of its own.
 
     Args:
         backend: ``sim``, or one whose ranks are processes.

@@ -19,7 +19,7 @@ import click
 
 import harness
 from harness import ending, inputs
-from harness.capacity import check_ranks, fuzz_workers
+from harness.capacity import check_ranks, worker_processes
 from harness.errors import UsageError, one_line
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, describe, listing_lines, print_result
@@ -38,6 +38,7 @@ DEFAULT_SUBJECT = "zero2"
 DEFAULT_EXAMPLES = 300
 PRESET_EXAMPLES = 3
 DEFAULT_MINUTES = 10.0
+DEFAULT_PLANT_SECONDS = 20.0
 
 EXIT_CODES = """\b
 Exit codes:
@@ -118,6 +119,25 @@ Examples:
   zero2-harness fuzz --subject ./zero2.py:Zero2 --minutes 480 --keep-going
   zero2-harness fuzz --examples 2000 --seed 7 --json fuzz.json
   zero2-harness fuzz --minutes 10 --merge /mnt/other/.zero2-fuzz/zero2-1a2b3c4d
+"""
+
+MUSEUM_EXAMPLES = """\b
+Examples:
+  zero2-harness museum
+  zero2-harness museum --plant max-of-norms --plant facebookresearch/fairscale#167
+  zero2-harness museum --backend gloo --seconds-per-plant 60 --json museum.json
+  zero2-harness museum --show max-of-norms
+"""
+
+MUSEUM_EXIT_CODES = """\b
+Exit codes:
+  0    holds: every plant that was run was caught and every control held
+  1    violated: a plant was missed, a control was violated (a false alarm), a symptom was wrong, or fewer than 95 %
+       of the plants caught have the right property and stage, or the right rank and parameter where that matters
+  2    bad usage: one line says what
+  3    unknown: not violated, but something is undecided: an exhibit in which nothing was found in fewer scenarios
+       than there are situations to reach, or one that could not be run or judged; it says which and why
+  130  interrupted: what came of the exhibits so far is written
 """
 
 LIST_EXAMPLES = """\b
@@ -749,7 +769,7 @@ def fuzz(
         raise UsageError(f"--seed {seed} and --hypothesis-seed {hypothesis_seed}: they mean the same; give one of them")
     asked = hypothesis_seed if seed is None else seed
     inputs.check_backend(backend, worlds)
-    num_workers = fuzz_workers(backend, worlds, workers)
+    num_workers = worker_processes(backend, worlds, workers)
     output = None if json_path is None else inputs.JsonOutput(json_path)
     cases = None if report is None else inputs.prepare_report(report)
 
@@ -790,26 +810,159 @@ def fuzz(
 
 
 @cli.command(
+    short_help="Score the harness: planted bugs, and right classes.",
+    epilog=MUSEUM_EXAMPLES + "\n" + MUSEUM_EXIT_CODES,
+)
+@click.option(
+    "--plant",
+    "plants",
+    multiple=True,
+    metavar="NAME",
+    help="Run this plant alone, and no control: its id, its class, or a public bug (owner/repository#number, or its "
+    "address); repeatable.",
+)
+@click.option(
+    "--show",
+    "shown",
+    multiple=True,
+    metavar="NAME",
+    help="Run nothing, but tell what is known of this plant or control (named as with --plant); repeatable.",
+)
+@click.option("--list", "listed", is_flag=True, help="Run nothing, but list all plants, their bugs, and all controls.")
+@click.option(
+    "--backend",
+    type=click.Choice(["sim", "gloo", "nccl"]),
+    default="sim",
+    show_default=True,
+    help="All ranks of a world in one process, or a process each.",
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="With gloo or nccl: every plant, not only those that need processes (on sim all run). What only a simulated "
+    "world shows is left out.",
+)
+@click.option("--no-controls", is_flag=True, help="Only the plants.")
+@click.option(
+    "--seconds-per-plant",
+    type=float,
+    callback=inputs.seconds,
+    default=DEFAULT_PLANT_SECONDS,
+    show_default=True,
+    metavar="S",
+    help="No scenario begins after so long; what was found is explained for a while longer.",
+)
+@click.option(
+    "--workers",
+    type=int,
+    callback=inputs.whole(1, 1024),
+    metavar="K",
+    help="Processes that run campaigns, each with ranks of its own (default: with sim as many as there are cores for, "
+    "else 1).",
+)
+@_seed_option
+@click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
+@_json_option
+def museum(
+    *,
+    plants: tuple[str, ...],
+    shown: tuple[str, ...],
+    listed: bool,
+    backend: str,
+    everything: bool,
+    no_controls: bool,
+    seconds_per_plant: float,
+    workers: int | None,
+    seed: int | None,
+    report: str | None,
+    json_path: str | None,
+) -> int:
+    """Score the harness: a campaign over every planted bug, and over classes that are right in another way.
+
+    Each plant stands for one or more public bugs: the same mechanism where such a class can have it, else the same kind
+    (its label says which). Its campaign is an ordinary one: the same scenarios as of `verify`, from a seed of its own;
+    whatever is known of the plant is used only to judge what was told: property and stage, symptom, rank and parameter.
+    A control is a right class that does something another way:
+    at most 300 scenarios of it, and a violation is a false alarm. `replay` runs any case that was saved.
+    """
+    if shown or listed:
+        if plants or json_path is not None:
+            raise UsageError("--show and --list run nothing: give neither --plant nor --json (`list --json` has all)")
+        return _museum_lookup(shown, listed)
+    from harness.museum import show
+    from harness.museum.campaign import WORLDS, MuseumOptions, run_museum
+    from harness.museum.selection import select
+
+    chosen = select(plants, backend=backend, everything=everything, controls=not no_controls)
+    inputs.check_backend(backend, WORLDS)
+    num_workers = worker_processes(backend, WORLDS, 1 if workers is None and backend != "sim" else workers)
+    options = MuseumOptions(
+        plants=chosen.plants,
+        controls=chosen.controls,
+        seed=inputs.random_seed() if seed is None else seed,
+        workers=num_workers,
+        report=inputs.prepare_report(report),
+        backend=backend,
+        seconds_per_plant=seconds_per_plant,
+    )
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    with _streams(output) as (out, errors):
+        TextConsole(out).say(f"seed {options.seed}")
+        if chosen.simulated_only:
+            TextConsole(errors).say(show.left_to_sim(len(chosen.simulated_only)))
+        with show.MuseumProgress(errors) as progress:
+            result = run_museum(options, progress)
+        code = _deliver(output, result, result.exit_code)
+        show.print_result(out, result)
+        return code
+
+
+def _museum_lookup(shown: Sequence[str], listed: bool) -> int:
+    from harness.museum import lookup
+    from harness.museum.selection import find
+
+    exhibits = {each.id: each for name in shown for each in find("--show", name)}
+    blocks = [lookup.exhibit_lines(each) for each in exhibits.values()]
+    if listed:
+        blocks.append(lookup.listing_lines())
+    with _streams(None) as (out, _):
+        TextConsole(out).say("\n\n".join("\n".join(lines) for lines in blocks))
+    return results.EXIT_HOLDS
+
+
+@cli.command(
     "list", short_help="Show subjects, presets, properties, situations.", epilog=LIST_EXAMPLES + "\n" + EXIT_CODES
 )
 @_json_option
 def list_(*, json_path: str | None) -> int:
-    """Show the built-in subjects, the presets, the properties and the situations."""
+    """Show the built-in subjects, the presets, the properties and the situations; with --json the museum too."""
+    from harness.faults.museum.catalogue import CONTROLS, LEFT_OUT, PLANTS
     from harness.scenario.presets import PRESETS
     from harness.scenario.situations import Situation
     from harness.subjects.builtin import BUILTIN
     from harness.verdict import PROPERTY_SUMMARIES, Property
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    listing: dict[str, Mapping[str, str] | Sequence[str]] = {
+    shown: dict[str, Mapping[str, str] | Sequence[str]] = {
         "subjects": {name: item.summary for name, item in BUILTIN.items()},
         "presets": {name: item.summary for name, item in PRESETS.items()},
         "properties": {item.value: PROPERTY_SUMMARIES[item] for item in Property},
         "situations": [item.value for item in Situation],
+        "museum": {
+            "plants": f"{len(PLANTS)} planted bugs, subjects museum:NAME; `museum --list` names them",
+            "controls": f"{len(CONTROLS)} classes that are right in another way, subjects of the same kind",
+        },
+    }
+    listing = {
+        **shown,
+        "plants": {plant.id: {"kind": plant.kind.value, "why": plant.why, "bugs": plant.bugs} for plant in PLANTS},
+        "controls": {control.id: control.way for control in CONTROLS},
+        "left_out": LEFT_OUT,
     }
     with _streams(output) as (text, _):
         if output is None:
-            TextConsole(text).say("\n".join(listing_lines(listing)))
+            TextConsole(text).say("\n".join(listing_lines(shown)))
         return _deliver(output, listing, results.EXIT_HOLDS)
 
 

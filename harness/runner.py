@@ -33,7 +33,7 @@ from harness.relate import Related, RelatedEvaluator
 from harness.report import result as results
 from harness.report.console import describe
 from harness.report.paste import pytest_test
-from harness.report.result import Examples, Failure, Result, WorldExamples
+from harness.report.result import Examples, Failure, FoundAfter, Result, WorldExamples
 from harness.scenario import codec, generate, presets
 from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, check
 from harness.scenario.relations import Relation, RelationReference
@@ -51,7 +51,8 @@ LARGEST_BUCKET = 2**25
 """Requested bucket of a large parameter list (elements): the default of ZeroMaster, what people train with."""
 
 REPEAT_EVERY = 20
-"""Every so many scenarios one is run twice and must give the same bits."""
+"""Of so many scenarios one is run twice and must give the same bits: in the second half the first whose sums round, of
+three ranks or more, where there is one, else the last."""
 
 RELATE_EVERY = 10
 """Every so many scenarios whose sums are exact one is held against another that is related to it."""
@@ -78,6 +79,8 @@ class CampaignOptions:
         stall_s: limit of the time in which no rank gets on; None: by the size of the scenario.
         shrink_s: upper bound of the time spent on making a failing scenario smaller.
         order, schedule: of simulated worlds (``backend`` sim), see :mod:`harness.sim.choices`.
+        canaries: begin a campaign of ``FULL_CAMPAIGN`` scenarios or more with subjects that must fail; False where
+            whoever runs it on this pool has done so.
     """
 
     subject: SubjectSource
@@ -94,6 +97,7 @@ class CampaignOptions:
     stall_s: float | None = None
     order: str = DEFAULT_ORDER
     schedule: str = DEFAULT_SCHEDULE
+    canaries: bool = True
 
 
 class Observer(Protocol):
@@ -112,11 +116,17 @@ class Observer(Protocol):
         """Something the user should know."""
 
 
-def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None = None) -> Result:
+def run_campaign(
+    options: CampaignOptions,
+    observer: Observer,
+    pool: Pool | None = None,
+    other: Callable[[], Pool] | None = None,
+) -> Result:
     """Run scenarios until the first violation, the number of examples, or the time is up.
 
     Ranks are started for the campaign and ended with it, unless a ``pool`` (:func:`harness.evaluate.start_pool`) is
-    given, which stays the caller's.
+    given, which stays the caller's. So does what ``other`` gives when it is asked: a pool of simulated worlds if the
+    ranks of the campaign are real, else of real ones.
 
     Raises:
         UsageError: the subject does not import or lacks the interface; or the parameters do not fit this machine.
@@ -129,14 +139,14 @@ def run_campaign(options: CampaignOptions, observer: Observer, pool: Pool | None
     interrupted = False
     try:
         lanes = simulation_lanes(options.worlds, source.memory) if options.backend == "sim" else 1
-        with _ranks(options, pool, lanes) as ranks, _OtherTier(options) as tier:
+        with _ranks(options, pool, lanes) as ranks, _OtherTier(options, other) as tier:
             evaluator = _evaluator(options, ranks)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
             source.extend(evaluator.extension)
             tally.extension = evaluator.extension
-            if source.total >= FULL_CAMPAIGN:
-                check_canaries(ranks, options.worlds[0])
             full = source.total >= FULL_CAMPAIGN
+            if full and options.canaries:
+                check_canaries(ranks, options.worlds[0])
             search = _Search(options, observer, evaluator, tally, source, tier if full else None)
             try:
                 found = search.run()
@@ -220,11 +230,12 @@ def _evaluator(options: CampaignOptions, ranks: Pool) -> Evaluator:
 class _OtherTier:
     """The same subject where ranks are simulated if those of the campaign are real, and the other way round.
 
-    Started when it is asked for.
+    Started when it is asked for, or taken from whoever gives a pool then.
     """
 
-    def __init__(self, options: CampaignOptions) -> None:
+    def __init__(self, options: CampaignOptions, given: Callable[[], Pool] | None = None) -> None:
         self._options = options
+        self._given = given
         self._stack = ExitStack()
         self._evaluator: Evaluator | None = None
 
@@ -239,7 +250,7 @@ class _OtherTier:
             options = self._options
             backend = "gloo" if options.backend == "sim" else "sim"
             try:
-                pool = self._stack.enter_context(start_pool(backend))
+                pool = self._stack.enter_context(start_pool(backend)) if self._given is None else self._given()
             except PoolError as error:
                 raise UndecidedError(str(error)) from error
             self._evaluator = _evaluator(options, pool)
@@ -375,10 +386,12 @@ class _Search:
         self.source = source
         self.tier = tier
         self.num_exact = self.num_related = 0
+        self.num_repeated = 0
         self.related_at = 0
         self.explainer = Explainer(observer, evaluator, tally.checks, shrink_s=options.shrink_s)
         self.pace = Pace(evaluator.lanes)
         self.last: dict[int, Scenario] = {}  # world -> the scenario its ranks ran last
+        self.began_s = tally.elapsed  # the ranks are there
 
     def run(self) -> Found | None:
         """The first violation, made small; None when all scenarios hold.
@@ -393,6 +406,7 @@ class _Search:
                 self.observer.example(index, self.source.total, scenario.world, scenario, rate)
                 evaluation = self._counted(index, scenario, next(evaluations))
                 if evaluation.conclusion is Conclusion.VIOLATED:
+                    self._seen()
                     smaller, others = self._smaller(scenario), self.source.others(index)
                     return self.explainer.explain(
                         scenario, evaluation, smaller, others=others, limit_s=self._seconds_left()
@@ -408,11 +422,21 @@ class _Search:
         _require_hit(scenario, evaluation)
         self.tally.add(scenario, evaluation)
         self.pace.ran(cost(scenario), evaluation.seconds)
-        if evaluation.conclusion is Conclusion.HOLDS and index % REPEAT_EVERY == REPEAT_EVERY - 1:
+        if evaluation.conclusion is Conclusion.HOLDS and self._to_be_repeated(index, scenario):
             evaluation = repeated(self.evaluator, scenario, evaluation, self.tally.checks, times=1)
         if index % CLOSELY_EVERY == CLOSELY_EVERY - 1:
             evaluation = self.evaluator.closely(scenario, evaluation)
         return evaluation
+
+    def _to_be_repeated(self, index: int, scenario: Scenario) -> bool:
+        """What changes the order of a sum changes nothing where it is exact or of two: so rather one that shows it."""
+        block, place = divmod(index, REPEAT_EVERY)
+        order_shows = scenario.values.domain is Domain.GENERAL and scenario.world > 2
+        first = REPEAT_EVERY // 2 if order_shows else REPEAT_EVERY - 1
+        if self.num_repeated > block or place < first:
+            return False
+        self.num_repeated = block + 1
+        return True
 
     def _relate(self, scenario: Scenario, evaluation: Evaluation) -> Found | None:
         """Some scenarios are held against a related one, as soon as one comes to which a relation applies.
@@ -430,6 +454,7 @@ class _Search:
             runs = RelatedEvaluator(self.evaluator, RelationReference(relation, turn, self.options.worlds), self.tier)
             seen = runs.relate(scenario, evaluation)
             if seen.evaluation.conclusion is Conclusion.VIOLATED:
+                self._seen()
                 return self._explain_related(scenario, runs, seen)
             if seen.compared:
                 self.tally.checks[Property.INVARIANCE.value] += 1
@@ -458,8 +483,13 @@ class _Search:
         for world, scenario in self.last.items():
             evaluation = self.evaluator.crashed_when_idle(world)
             if evaluation is not None:
+                self._seen()
                 return Found(scenario, evaluation)
         return None
+
+    def _seen(self) -> None:
+        """A violation, which ends the search: what is left is to explain it."""
+        self.tally.found_after = FoundAfter(seconds=self.tally.elapsed - self.began_s, examples=self.tally.num_run)
 
     def _chunks(self) -> Iterator[tuple[int, list[Scenario]]]:
         """Scenarios to be evaluated together, with the index of the first."""
@@ -570,6 +600,7 @@ def result_of(
         recycled=tuple(tally.recycled),
         versions=results.versions(),
         failure=None if found is None else saved_failure(options, found, replayed),
+        found_after=tally.found_after,
         reason=reason,
         interrupted=interrupted,
     )
@@ -598,6 +629,7 @@ def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.
         scenario=describe(found.scenario),
         output=found.evaluation.output or None,
         ranks=found.evaluation.accounts or None,
+        cut_short=found.cut_short,
         case=None if path is None else os.fspath(path),
         test=_test(
             options, replayed[0] if replayed is not None else codec.Case(found.scenario, relation=found.relation), path

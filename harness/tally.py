@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.evaluate import Conclusion, Evaluation
+from harness.report.result import FoundAfter
 from harness.scenario.model import CONTRACT, Extension, Scenario
 from harness.scenario.situations import reached
 
@@ -27,6 +28,7 @@ class Tally:
         recycled: why ranks were replaced.
         margin: the largest error in terms of its bound; None when nothing was held against a bound.
         extension: what the subject takes beyond the contract's space.
+        found_after: when a campaign first saw the violation that ends it.
     """
 
     began: float = field(default_factory=time.monotonic)
@@ -41,6 +43,7 @@ class Tally:
     recycled: list[str] = field(default_factory=list)
     margin: float | None = None
     extension: Extension = CONTRACT
+    found_after: FoundAfter | None = None
 
     @property
     def num_run(self) -> int:

@@ -19,7 +19,6 @@ import msgspec
 
 from harness.errors import UsageError
 from harness.fuzz import rounds, state
-from harness.fuzz.crew import Crew, Worker
 from harness.fuzz.messages import (
     Done,
     Found,
@@ -28,14 +27,17 @@ from harness.fuzz.messages import (
     Note,
     Progress,
     Ready,
+    Report,
     RunRound,
     RunSaved,
     Setup,
     Slow,
     Trouble,
+    decode_report,
 )
 from harness.fuzz.schedule import Schedule
 from harness.fuzz.state import Finding, Identity, RoundRecord, State
+from harness.launch import crew as crews
 from harness.report import result as results
 from harness.report.result import Failure, FuzzSummary, Result, Slowest
 from harness.runner import FULL_CAMPAIGN, CampaignOptions, result_of, undecided_reason
@@ -133,6 +135,20 @@ class Observer(Protocol):
         """Something the user should know."""
 
 
+@dataclass
+class _Doing:
+    """What a worker carries out: a round of this ``kind``, or (``round`` None) what was saved; its last word on it."""
+
+    kind: str
+    round: int | None = None
+    limit: int = 0
+    progress: Progress | None = None
+
+
+Worker = crews.Worker[_Doing]
+Crew = crews.Crew[_Doing, Report]
+
+
 def identity_of(options: CampaignOptions) -> Identity:
     """What makes this campaign the same as another."""
     return Identity(
@@ -212,7 +228,7 @@ class _Campaign:
 
     def run(self) -> Result:
         self.observer.began(self.state.directory, self.campaign.seed, self._num_workers(), self.resumed)
-        with Crew() as crew:
+        with Crew("harness.fuzz.worker", decode_report) as crew:
             try:
                 self._work(crew)
             except KeyboardInterrupt:
@@ -289,11 +305,12 @@ class _Campaign:
 
     def _lost(self, crew: Crew, worker: Worker) -> None:
         """A worker has ended by itself; what it was doing is done again."""
-        if worker.busy and worker.round is not None:
-            lost = [name for name in self.found if self._of_round(name, worker.round)]
-            self.schedule.ended(worker.round, urgent=bool(lost))
+        doing = worker.task
+        if doing is not None and doing.round is not None:
+            lost = [name for name in self.found if self._of_round(name, doing.round)]
+            self.schedule.ended(doing.round, urgent=bool(lost))
             self.found = [name for name in self.found if name not in lost]
-        elif worker.busy:
+        elif doing is not None:
             self.saved_begun = False
         if self.outcome.reason is not None:
             return
@@ -305,14 +322,15 @@ class _Campaign:
         self.observer.note(f"{said}; another takes its place")
         self._start(crew, worker.number)
 
-    def _heard(self, worker: Worker, report: object) -> None:
+    def _heard(self, worker: Worker, report: Report) -> None:
         match report:
             case Ready(extension=extension):
                 wanted = required(self.campaign.worlds, self.campaign.bucket, extension)
                 self.required = tuple(situation.value for situation in Situation if situation in wanted)
                 self.extension, worker.ready = extension, True
             case Progress():
-                worker.progress = report
+                if worker.task is not None:
+                    worker.task.progress = report
             case Done():
                 self._done(worker, report)
             case Found(name=name):
@@ -331,8 +349,8 @@ class _Campaign:
                 worker.ready, worker.trouble = False, message
 
     def _done(self, worker: Worker, done: Done) -> None:
-        worker.busy, worker.progress = False, None
-        if done.round is None:
+        doing, worker.task = worker.task, None
+        if done.round is None or doing is None:
             self.saved_tried = True
             return
         self.schedule.ended(done.round)
@@ -342,8 +360,8 @@ class _Campaign:
         self.outcome.losses = 0
         record = RoundRecord(
             index=done.round,
-            kind=worker.kind,
-            limit=worker.limit,
+            kind=doing.kind,
+            limit=doing.limit,
             num_examples=len(done.ids),
             counts=done.counts,
             slowest=done.slowest,
@@ -377,14 +395,14 @@ class _Campaign:
 
     def _hand_out(self, crew: Crew) -> None:
         for worker in crew.workers:
-            if not worker.ready or worker.busy:
+            if not worker.ready or worker.task is not None:
                 continue
             if self._first_violation():
                 return  # the others go on only until it is explained
             if not self.saved_tried:
                 if not self.saved_begun:
                     self.saved_begun = True
-                    self._order(worker, RunSaved(self.saved, self.database), "saved")
+                    worker.order(RunSaved(self.saved, self.database), _Doing("saved"))
                     continue
                 if not self.options.keep_going:
                     return  # what was found before is told before anything is searched for
@@ -393,8 +411,7 @@ class _Campaign:
                 return
             known = tuple({key for finding in self._here() if finding.complete for key in _keys(finding)})
             order = RunRound(index=due.index, limit=due.limit, known=known)
-            self._order(worker, order, self._round(due.index).kind.value)
-            worker.round, worker.limit = due.index, due.limit
+            worker.order(order, _Doing(self._round(due.index).kind.value, due.index, due.limit))
 
     def _here(self) -> list[Finding]:
         """What is known to be wrong with this subject, as it is now."""
@@ -404,11 +421,6 @@ class _Campaign:
         """Whether a violation has been seen that ends the campaign once it is explained."""
         return not self.options.keep_going and bool(self.found)
 
-    def _order(self, worker: Worker, order: RunRound | RunSaved, kind: str) -> None:
-        worker.busy, worker.kind, worker.round, worker.progress = True, kind, None, None
-        worker.began = time.monotonic()
-        worker.tell(order)
-
     def _wind_down(self, crew: Crew) -> None:
         """Hear what the workers have to say in the end; one that does not say it in time is killed."""
         now = time.monotonic()
@@ -416,7 +428,7 @@ class _Campaign:
         killed_at = told_at + GRACE_S
         told = False
         try:
-            while any(worker.busy for worker in crew.workers) and time.monotonic() < killed_at:
+            while any(worker.task for worker in crew.workers) and time.monotonic() < killed_at:
                 if not told and time.monotonic() >= told_at:
                     told = True
                     for worker in crew.workers:
@@ -424,7 +436,7 @@ class _Campaign:
                 for worker, report in crew.hear(TICK_S):
                     if report is not None and not isinstance(report, Ready | Trouble):
                         self._heard(worker, report)
-            if any(worker.busy for worker in crew.workers):
+            if any(worker.task for worker in crew.workers):
                 crew.kill_all()
         except KeyboardInterrupt:
             self.outcome.interrupted = True
@@ -448,17 +460,19 @@ class _Campaign:
         self.shown = now
         tally, rows, slowest = self._tally(), [], self.slowest
         for worker in crew.workers:
-            progress, seconds = worker.progress, max(now - worker.began, 1e-9)
-            count = 0
+            doing, seconds = worker.task, max(now - worker.began, 1e-9)
+            if doing is None:
+                rows.append(WorkerView(worker.number, "", 0, 0.0, "" if worker.ready else "starting"))
+                continue
+            progress, count = doing.progress, 0
             if progress is not None:
                 part = progress.counts.tally()
                 count = part.num_run + part.discarded
-                if worker.round is not None:
+                if doing.round is not None:
                     tally.merge(part)
                 slowest = _slower(slowest, progress.slowest)
-            what = worker.kind if worker.round is None else f"{worker.kind} {worker.round}"
-            state_now = progress.doing if progress is not None else ("" if worker.ready else "starting")
-            rows.append(WorkerView(worker.number, what if worker.busy else "", count, count / seconds, state_now))
+            what = doing.kind if doing.round is None else f"{doing.kind} {doing.round}"
+            rows.append(WorkerView(worker.number, what, count, count / seconds, progress.doing if progress else ""))
         reached = [name for name in self.required if tally.reached[name]]
         self.observer.view(
             View(
@@ -524,7 +538,7 @@ def _told(finding: Finding) -> Failure:
     if finding.complete:
         return finding.failure
     note = "the case may not be the smallest: its shrinking goes on when `fuzz` is started again"
-    return msgspec.structs.replace(finding.failure, message=f"{finding.failure.message} ({note})")
+    return msgspec.structs.replace(finding.failure, message=f"{finding.failure.message} ({note})", cut_short=note)
 
 
 def _keys(finding: Finding) -> tuple[Key, Key]:

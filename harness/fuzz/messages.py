@@ -1,7 +1,4 @@
-"""What the process of a fuzz campaign and its workers tell each other: msgpack in frames of :mod:`harness.launch.wire`.
-
-An order is a frame of kind TASK, everything that comes back one of kind EVENT.
-"""
+"""What the process of a fuzz campaign and its workers tell each other; see :mod:`harness.launch.crew`."""
 
 from __future__ import annotations
 
@@ -135,6 +132,5 @@ class Trouble(Struct, frozen=True, tag=True):
 
 Report = Ready | Progress | Done | Found | Gone | Note | Trouble
 
-encode = msgspec.msgpack.encode
 decode_order = msgspec.msgpack.Decoder(Order).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode

@@ -277,7 +277,7 @@ def _aimed(context: _Context) -> bool:
 
     for index in range(this.place * this.size, (this.place + 1) * this.size):
         scenario = generate.draw(seed, index, worlds, bucket=bucket, extension=extension, narrow=narrow)
-        relation = _relation(scenario, index, worlds) if this.kind is Kind.RELATED else None
+        relation = _relation(scenario, seed, index, worlds) if this.kind is Kind.RELATED else None
         if context.seen(scenario, relation).violated and not context.explained(scenario, relation):
             return False
     return True
@@ -287,10 +287,13 @@ def _aimed(context: _Context) -> bool:
 _RELATIONS = tuple(relation for relation in Relation if relation is not Relation.TIER)
 
 
-def _relation(scenario: Scenario, index: int, worlds: tuple[int, ...]) -> RelationReference | None:
+def _relation(scenario: Scenario, seed: int, index: int, worlds: tuple[int, ...]) -> RelationReference | None:
     """Relations take turns, passing over those that do not apply; None: none does."""
-    for turn in range(len(_RELATIONS)):
-        relation = _RELATIONS[(index + turn) % len(_RELATIONS)]
+    lap, place = divmod(index, len(_RELATIONS))
+    # In another order each time: goals take turns too, and each would always meet the same few relations.
+    digest = hashlib.blake2b(f"{seed} relations {lap}".encode(), digest_size=16).digest()
+    relations = Random(int.from_bytes(digest, "big")).sample(_RELATIONS, len(_RELATIONS))
+    for relation in (*relations[place:], *relations[:place]):
         if related(scenario, relation, index, worlds) is not None:
             return RelationReference(relation, index, worlds)
     return None

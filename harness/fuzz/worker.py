@@ -7,21 +7,20 @@ is the matter with the harness or the subject, which it says first. It imports n
 from __future__ import annotations
 
 import functools
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.canary import check_canaries
-from harness.ending import interruptible, without_traceback
+from harness.canary import BrokenHarnessError, check_canaries
+from harness.ending import without_traceback
 from harness.errors import UsageError, exception_text
-from harness.evaluate import Evaluator, Pool, UndecidedError, start_pool
+from harness.evaluate import Evaluator, UndecidedError, start_pool
 from harness.explain import REPLAYS
 from harness.fuzz import messages, rounds, state
 from harness.fuzz.examiner import CampaignExaminer, Errand, OutOfTime, RoundOver
 from harness.fuzz.messages import Done, Found, Gone, Note, Progress, Ready, Report, RunRound, RunSaved, Setup, Trouble
-from harness.launch import process
-from harness.launch.wire import Channel, Kind
+from harness.launch import crew, process
+from harness.launch.wire import Channel
 from harness.runner import CampaignOptions
 from harness.scenario import codec
 from harness.scenario.model import Scenario, beyond
@@ -33,13 +32,7 @@ _REPORT_EVERY_S = 0.25
 
 def main(descriptor: int) -> None:
     """Do what arrives on this socket until it is closed."""
-    process.set_name("zero2-fuzz")
-    channel = Channel(socket.socket(fileno=descriptor))
-    try:
-        with interruptible():
-            _serve(channel)
-    except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
-        pass  # told to end, or nobody is left to tell anything to
+    crew.serve(descriptor, "zero2-fuzz", _serve)
 
 
 def _serve(channel: Channel) -> None:
@@ -60,29 +53,18 @@ def _serve(channel: Channel) -> None:
             )
             evaluator.prepare(setup.worlds[0])
             if setup.canaries:
-                _require_canaries(pool, setup.worlds[0])
+                check_canaries(pool, setup.worlds[0])
             line.say(Ready(extension=evaluator.extension))
             _Worker(setup, evaluator, line).obey(channel)
     except UsageError as error:
         line.say(Trouble("usage", str(error)))
-    except _BrokenError as error:
-        line.say(Trouble("broken", str(error)))
+    except BrokenHarnessError as error:
+        line.say(Trouble("broken", without_traceback(str(error))))
     except UndecidedError as error:
         line.say(Trouble("undecided", without_traceback(str(error))))
     except Exception as error:
         line.say(Trouble("undecided", f"internal error: {exception_text(error)}"))
         raise  # its traceback goes to the worker's log
-
-
-class _BrokenError(Exception):
-    """A subject that must fail did not."""
-
-
-def _require_canaries(pool: Pool, world: int) -> None:
-    try:
-        check_canaries(pool, world)
-    except UndecidedError as error:
-        raise _BrokenError(without_traceback(str(error))) from error
 
 
 def _next(channel: Channel) -> messages.Order | None:
@@ -99,7 +81,7 @@ class _Line:
         self._said = 0.0
 
     def say(self, report: Report) -> None:
-        self._channel.send(Kind.EVENT, messages.encode(report))
+        crew.say(self._channel, report)
 
     def progress(self, doing: str) -> None:
         now = time.monotonic()

@@ -58,7 +58,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     kind of mistake that explains all of them (``symptoms_possible``: several that do). ``message`` is one sentence,
     ``scenario`` the case in a few words, ``output`` the end of what the ranks printed, ``case`` the saved case's path,
     ``test`` a file of tests that runs it, ready to paste, ``replay`` the command that runs it again. ``ranks`` says of
-    each rank how it ended and where it was, where that is what failed (progress, traffic).
+    each rank how it ended and where it was, where that is what failed (progress, traffic). ``cut_short``: why it may
+    not be the smallest.
     """
 
     property: str
@@ -88,6 +89,15 @@ class Failure(Struct, frozen=True, kw_only=True):
     test: str | None = None
     replay: str | None = None
     ranks: tuple[RankAccount, ...] | None = None
+    cut_short: str | None = None
+
+
+class FoundAfter(Struct, frozen=True, kw_only=True):
+    """When the violation was first seen: seconds since the search began, the ranks being there; scenarios judged up to
+    and with that which showed it."""
+
+    seconds: float
+    examples: int
 
 
 class Slowest(Struct, frozen=True, kw_only=True):
@@ -127,7 +137,8 @@ class Result(Struct, frozen=True, kw_only=True):
     own (and what was put back) -> scenarios in which it did. ``recycled``: for each time that ranks were replaced
     because of what had piled up in them, why. ``reason`` says why the verdict is unknown, else None. ``margin``: the
     largest error of a comparison with a bound in terms of that bound; None when there was none. ``missing``: situations
-    that a full campaign must reach and that did not come up.
+    that a full campaign must reach and that did not come up. ``found_after``: what it took `verify` to see the
+    violation; what became of it since (confirmed, made smaller, explained) is in ``seconds`` alone.
     """
 
     verdict: Verdict
@@ -145,6 +156,7 @@ class Result(Struct, frozen=True, kw_only=True):
     recycled: tuple[str, ...] = ()
     versions: dict[str, str] = {}
     failure: Failure | None = None
+    found_after: FoundAfter | None = None
     reason: str | None = None
     interrupted: bool = False
     order: str | None = None

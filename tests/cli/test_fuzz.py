@@ -29,7 +29,7 @@ PATIENCE_S = 240
 SLOW_AND_WRONG = f"""
 import sys, time
 sys.path.append({str(ROOT)!r})
-from tests.subjects.plain import PlainZero
+from harness.faults.museum.plain import PlainZero
 
 class Wrong(PlainZero):
     def reduce_scatter(self):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from harness.faults.museum.catalogue import CONTROLS, PLANTS
 from harness.scenario.situations import Situation
 from harness.verdict import Property
 
@@ -25,6 +26,8 @@ VERBS = {
     "soak": "--subject --subject-arg --world --backend --examples --every --seconds --seed --report --json --timeout",
     "fuzz": "--subject --subject-arg --world --backend --minutes --examples --workers --seed --hypothesis-seed --dir "
     "--fresh --keep-going --merge --report --json --timeout --stall",
+    "museum": "--plant --show --list --backend --all --no-controls --seconds-per-plant --workers --seed "
+    "--report --json",
     "list": "--json",
 }
 
@@ -56,17 +59,32 @@ def test_version(cli: CommandLine) -> None:
 def test_list_shows_all_there_is_and_json_the_same(inside: InProcess) -> None:
     """Names for --subject and --preset, and the words that results use."""
     shown, listed = inside.run("list"), json.loads(inside.run("list", "--json", "-").stdout)
-    assert set(listed) == {"subjects", "presets", "properties", "situations"}
+    assert set(listed) == {
+        "subjects",
+        "presets",
+        "properties",
+        "situations",
+        "museum",
+        "plants",
+        "controls",
+        "left_out",
+    }
     assert "zero2" in listed["subjects"]
     assert "gpt2" in listed["presets"]
     assert list(listed["properties"]) == [item.value for item in Property]
     assert listed["situations"] == [item.value for item in Situation]
+    assert listed["museum"]["plants"].startswith(f"{len(PLANTS)} planted bugs")
+    assert listed["museum"]["controls"].startswith(f"{len(CONTROLS)} classes")
+    assert list(listed["plants"]) == [plant.id for plant in PLANTS]
+    assert list(listed["controls"]) == [control.id for control in CONTROLS]
+    assert listed["plants"][PLANTS[0].id]["bugs"] == list(PLANTS[0].bugs)
     assert shown.returncode == 0
-    for names in listed.values():
-        assert all(f"\n  {name}" in shown.stdout for name in names)
+    for title in ("subjects", "presets", "properties", "situations", "museum"):
+        assert all(f"\n  {name}" in shown.stdout for name in listed[title])
+    assert shown.stdout.splitlines()[-3] == "museum:"  # `museum --list` has the names
 
 
-@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "soak", "fuzz", "list"])
+@pytest.mark.parametrize("verb", ["verify", "replay", "train", "doctor", "bench", "soak", "fuzz", "museum", "list"])
 def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
     """It would cost more than a second, and the parent must stay free of whatever torch starts."""
     modules = {
@@ -77,6 +95,7 @@ def test_the_process_of_the_command_line_imports_no_torch(verb: str) -> None:
         "bench": "harness.bench.campaign, harness.bench.show",
         "soak": "harness.soak.campaign, harness.soak.show",
         "fuzz": "harness.fuzz.campaign, harness.fuzz.show, harness.fuzz.worker",
+        "museum": "harness.museum.campaign, harness.museum.show, harness.museum.selection, harness.museum.worker",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin",
     }[verb]
     program = f"import sys, harness.cli, {modules}; sys.exit('torch' in sys.modules)"

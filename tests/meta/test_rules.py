@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.subjects.catalogue import BROKEN, RIGHT
+from harness.faults.museum.catalogue import CONTROLS, LEFT_OUT, PLANTS
+from tests.subjects.catalogue import BROKEN
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*ROOT.glob("zero2core/**/*.py"), *ROOT.glob("harness/**/*.py")])
@@ -86,6 +87,7 @@ def test_checks_survive_python_o(path: Path) -> None:
         "harness.bench.campaign",
         "harness.soak.campaign",
         "harness.fuzz.rounds",
+        "harness.museum.campaign",
     ],
 )
 def test_the_waiting_process_imports_no_torch(module: str) -> None:
@@ -115,7 +117,19 @@ def test_the_readme_counts_the_subjects_right() -> None:
         r"holds (\d+) broken ZeRO classes.*?and (\d+)\s+right ones", (ROOT / "README.md").read_text(), re.S
     )
     assert counts is not None
-    assert (int(counts[1]), int(counts[2])) == (len(BROKEN), len(RIGHT))
+    assert (int(counts[1]), int(counts[2])) == (len(BROKEN), len(CONTROLS))
+
+
+def test_the_readme_counts_the_museum_right() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    bugs = {bug for plant in PLANTS for bug in plant.bugs}
+    for said in (
+        f"{len(bugs) + len(LEFT_OUT)} public bugs",
+        f"{len(bugs)} of them are planted here, as {len(PLANTS)} small wrong classes",
+        f"{len(CONTROLS)} *controls*",
+        f"Of {len(LEFT_OUT)} bugs none was made",
+    ):
+        assert said in text
 
 
 def test_no_test_is_skipped_or_expected_to_fail() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from harness.errors import UsageError
 from harness.fuzz import campaign, state
-from harness.fuzz.campaign import FuzzOptions, View, run_fuzz
-from harness.fuzz.crew import Worker
+from harness.fuzz.campaign import FuzzOptions, View, Worker, run_fuzz
 from harness.fuzz.messages import (
     Done,
     Found,
@@ -37,11 +33,10 @@ from harness.scenario.situations import Situation, required
 from harness.subjects.source import SubjectSource
 from harness.tally import Counts
 from harness.verdict import Property
+from tests.scripted import Behaviour, ScriptedCrew
 
 EVERYTHING = dict.fromkeys((situation.value for situation in Situation), 1)
 CHECKED = dict.fromkeys((prop.value for prop in Property), 1)
-
-Behaviour = Callable[["Crowd", Worker, Order], list[Report | None]]
 
 
 def counts(number: int) -> Counts:
@@ -71,58 +66,12 @@ def diligent(crowd: Crowd, worker: Worker, order: Order) -> list[Report | None]:
     return [Progress(doing="...", counts=counts(1)), whole(order)]
 
 
-class Crowd:
-    """Stands for the crew: a worker answers an order the next time it is heard."""
+class Crowd(ScriptedCrew):
+    """Of a campaign that is kept in ``directory``."""
 
     def __init__(self, behaviour: Behaviour, directory: Path) -> None:
-        self.behaviour = behaviour
+        super().__init__(behaviour)
         self.directory = directory
-        self.workers: list[Worker] = []
-        self.orders: list[Order] = []
-        self.setups: list[Setup] = []
-        self.said: list[tuple[Worker, Report | None]] = []
-        self.interrupted: list[int] = []
-        self.ended = self.killed = False
-        self.raises: BaseException | None = None
-
-    def __enter__(self) -> Crowd:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended = True
-
-    def start(self, number: int, log: Path, setup: Setup) -> Worker:
-        crowd = self
-
-        class Told(Worker):
-            def tell(self, order: Order) -> None:
-                crowd.orders.append(order)
-                crowd.said += [(self, report) for report in crowd.behaviour(crowd, self, order)]
-
-        worker = Told(number, cast(Any, SimpleNamespace(returncode=-9)), cast(Any, None), log)
-        self.workers.append(worker)
-        self.setups.append(setup)
-        self.said += [(worker, report) for report in self.behaviour(self, worker, setup)]
-        return worker
-
-    def hear(self, timeout_s: float) -> Iterator[tuple[Worker, Report | None]]:
-        if self.raises is not None:
-            raised, self.raises = self.raises, None
-            raise raised
-        if not self.said:
-            time.sleep(min(timeout_s, 0.01))
-        for worker, report in list(self.said):
-            self.said.remove((worker, report))
-            if report is None:
-                self.workers.remove(worker)
-            yield worker, report
-
-    def interrupt(self, worker: Worker) -> None:
-        self.interrupted.append(worker.number)
-
-    def kill_all(self) -> None:
-        self.killed = True
-        self.workers.clear()
 
     @property
     def rounds(self) -> list[int]:
@@ -155,7 +104,7 @@ class Runs:
     def __call__(self, behaviour: Behaviour = diligent, *, worlds: tuple[int, ...] = (3,), **fields: Any) -> Result:
         self.crowd = Crowd(behaviour, self.directory)
         self.observer = Watching()
-        self._monkeypatch.setattr(campaign, "Crew", lambda: self.crowd)
+        self._monkeypatch.setattr(campaign, "Crew", lambda *_: self.crowd)
         told = CampaignOptions(
             subject=SubjectSource("zero2", "zero2"),
             worlds=worlds,

@@ -1,4 +1,8 @@
-"""The workers of a fuzz campaign, from its own process: started, told what to do, heard, ended and reaped."""
+"""Worker processes that are told what to do one order at a time: started, told, heard, ended and reaped.
+
+``T`` is what a worker is doing, in the words of whoever gave the order; ``R`` what it says, decoded. Orders go out in
+frames of kind TASK, all that comes back is in frames of kind EVENT; both are msgpack.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,39 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import msgspec
 
-from harness.fuzz import messages
-from harness.fuzz.messages import Order, Progress, Report
+from harness.ending import interruptible
 from harness.launch import machine, process
 from harness.launch.wire import Channel, Kind, WireError
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 END_S = 20.0
 """How long a worker that was told to end may take, with all that it started."""
 
 _LOG_TAIL_BYTES = 2000
 
+_encode = msgspec.msgpack.encode
+
 
 @dataclass
-class Worker:
+class Worker(Generic[T]):
     """One worker's process, this end of the connection to it, and what is known of it.
 
     Attributes:
         number: From 0.
-        round: The order that it carries out now: a round's index, or None.
-        busy: Whether it carries out an order.
         ready: Whether it can be given orders.
-        progress: Of the present order.
-        began: When the present order was given, on the monotonic clock.
+        task: What it does now; None: nothing.
+        began: When that was given, on the monotonic clock.
         trouble: Why it ends, in its own words.
     """
 
@@ -47,18 +53,19 @@ class Worker:
     channel: Channel
     log: Path
     ready: bool = False
-    busy: bool = False
-    round: int | None = None
-    limit: int = 0
-    kind: str = ""
+    task: T | None = None
     began: float = field(default_factory=time.monotonic)
-    progress: Progress | None = None
     trouble: str | None = None
 
-    def tell(self, order: Order) -> None:
-        """Give it an order; what is the matter with a worker that takes none is known by its end."""
+    def order(self, order: object, task: T) -> None:
+        """Give it an order."""
+        self.task, self.began = task, time.monotonic()
+        self.tell(order)
+
+    def tell(self, order: object) -> None:
+        """Send it an order; what is the matter with a worker that takes none is known by its end."""
         with suppress(OSError):
-            self.channel.send(Kind.TASK, messages.encode(order))
+            self.channel.send(Kind.TASK, _encode(order))
 
     def how_it_ended(self) -> str:
         """In words, with the last line it printed. To be asked of one that has ended."""
@@ -72,11 +79,18 @@ class Worker:
         return f"worker {self.number} ended with {ended}{f': {printed}' if printed else ''}"
 
 
-class Crew:
-    """All workers; a context manager that ends them on every path."""
+class Crew(Generic[T, R]):
+    """All workers; a context manager that ends them on every path.
 
-    def __init__(self) -> None:
-        self.workers: list[Worker] = []
+    Args:
+        module: Its ``main(descriptor)`` is what a worker runs, in a fresh interpreter.
+        decode: What a worker says, from msgpack; raises ``msgspec.MsgspecError``.
+    """
+
+    def __init__(self, module: str, decode: Callable[[bytes], R]) -> None:
+        self.workers: list[Worker[T]] = []
+        self._module = module
+        self._decode = decode
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Self:
@@ -90,8 +104,8 @@ class Crew:
         finally:
             self._selector.close()
 
-    def start(self, number: int, log: Path, setup: messages.Setup) -> Worker:
-        """Start a worker.
+    def start(self, number: int, log: Path, setup: object) -> Worker[T]:
+        """Start a worker; ``setup`` is the first that it is told, what it prints goes to the end of ``log``.
 
         Raises:
             OSError: the machine does not start another process, in words.
@@ -100,7 +114,7 @@ class Crew:
         try:
             with theirs, log.open("ab") as output:
                 started = subprocess.Popen(
-                    process.command("harness.fuzz.worker", process.import_path(), theirs.fileno()),
+                    process.command(self._module, process.import_path(), theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -112,19 +126,19 @@ class Crew:
             ours.close()
             raise OSError(error.errno, machine.describe_refusal(error)) from error
         ours.setblocking(False)
-        worker = Worker(number, started, Channel(ours), log)
+        worker: Worker[T] = Worker(number, started, Channel(ours), log)
         self.workers.append(worker)
         self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         worker.tell(setup)
         return worker
 
-    def hear(self, timeout_s: float) -> Iterator[tuple[Worker, Report | None]]:
+    def hear(self, timeout_s: float) -> Iterator[tuple[Worker[T], R | None]]:
         """What workers say, waiting so long for the first word; None once for each that has ended, which is reaped."""
         for key, _ in self._selector.select(timeout_s):
-            worker: Worker = key.data
+            worker: Worker[T] = key.data
             try:
                 frames = worker.channel.receive()
-                reports = [messages.decode_report(frame.payload) for frame in frames]
+                reports = [self._decode(frame.payload) for frame in frames]
             except (WireError, msgspec.MsgspecError):
                 worker.process.kill()  # what it would say further would make no more sense
                 reports, worker.channel.ended = [], True
@@ -134,7 +148,7 @@ class Crew:
                 self._reap(worker, time.monotonic() + END_S)
                 yield worker, None
 
-    def interrupt(self, worker: Worker) -> None:
+    def interrupt(self, worker: Worker[T]) -> None:
         """Tell a worker to say what it has and to end."""
         worker.ready = False
         with suppress(ProcessLookupError):
@@ -154,7 +168,7 @@ class Crew:
             worker.process.kill()
         self.end_all()
 
-    def _reap(self, worker: Worker, deadline: float) -> None:
+    def _reap(self, worker: Worker[T], deadline: float) -> None:
         with suppress(KeyError):
             self._selector.unregister(worker.channel)
         worker.channel.close()
@@ -176,3 +190,22 @@ def _tail(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1] if lines else ""
+
+
+# --- the other end ----------------------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int, name: str, work: Callable[[Channel], None]) -> None:
+    """Be a worker, shown as ``name`` in process listings: ``work`` does what arrives, until it ends or is told to."""
+    process.set_name(name)
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        with interruptible():
+            work(channel)
+    except (KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
+        pass  # told to end, or nobody is left to tell anything to
+
+
+def say(channel: Channel, report: object) -> None:
+    """Tell whoever started this worker."""
+    channel.send(Kind.EVENT, _encode(report))

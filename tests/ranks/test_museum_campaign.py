@@ -1,0 +1,266 @@
+"""The museum in processes of its own: real campaigns, a label that is wrong, a class that is, a worker that dies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.faults.museum.catalogue import CONTROLS, PLANTS
+from harness.faults.museum.exhibit import Control, Kind, Plant, known, properties, stages
+from harness.museum.campaign import WORLDS, MuseumOptions, WorkerView, run_museum
+from harness.museum.judging import Naming
+from harness.museum.score import MuseumResult, Outcome
+from harness.scenario import codec
+from harness.scenario.model import Domain, Values
+from harness.scenario.situations import required
+from tests.support import Campaigns
+
+MAX = next(plant for plant in PLANTS if plant.name == "MaxOfNorms")
+CONTROL = {control.name: control for control in CONTROLS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere(Plant):
+    """A plant whose class is somewhere else."""
+
+    path: str
+
+    @property
+    def target(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class WrongControl(Control):
+    """A control whose class is a broken one."""
+
+    path: str = ""
+
+    @property
+    def target(self) -> str:
+        return self.path
+
+
+BROKEN = """
+from harness.faults.museum.plain import PlainZero
+
+
+class Halves(PlainZero):
+    def _reduce(self, flat):
+        return super()._reduce(flat) / 2
+
+
+class Raises(PlainZero):
+    def gather_params(self):
+        if self.rank == 1:
+            raise RuntimeError("no gather today")
+        super().gather_params()
+
+
+class Waits(PlainZero):
+    def reduce_scatter(self):
+        while True:
+            pass
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[..., Elsewhere]:
+    """A plant of one of these classes."""
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+
+    def plant(name: str, prop: str, stage: str) -> Elsewhere:
+        return Elsewhere(
+            name=name, module="norm", bugs=("a/b#1",), kind=Kind.REDUCTION, why="a test", properties=properties(prop),
+            stages=stages(stage), known=known(2, [2], bucket=2), path=f"{path}:{name}",
+        )  # fmt: skip
+
+    return plant
+
+
+class Watching:
+    """Looks at what goes on; ``seen`` is called with each view."""
+
+    def __init__(self, seen: Callable[[Sequence[WorkerView]], None] = lambda workers: None) -> None:
+        self.notes: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self._seen = seen
+
+    def began(self, exhibits: int, workers: int) -> None: ...
+
+    def view(self, workers: Sequence[WorkerView]) -> None:
+        self._seen(workers)
+
+    def done(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def museum(tmp_path: Path, watching: Watching, **fields: Any) -> MuseumResult:
+    given: dict[str, Any] = {"plants": (), "controls": (), "seed": 1, "workers": 1, "report": tmp_path / "cases"}
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    result = run_museum(MuseumOptions(**{**given, **fields}), watching)
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+    return result
+
+
+# A limit so long that no machine is too slow, where what is looked for is found.
+LONG_S = 200.0
+
+# So many scenarios of a control that it passes.
+ENOUGH = len(required(WORLDS))
+
+
+def test_what_is_wrong_is_caught_and_judged_and_what_is_right_passes(
+    tmp_path: Path, broken: Callable[..., Elsewhere]
+) -> None:
+    plants = (MAX, broken("Halves", "gradient spill", "reduce"), broken("Raises", "progress", "update"))
+    controls = (CONTROL["PlainZero"], CONTROL["GathersInFloat32"])
+
+    result = museum(
+        tmp_path,
+        Watching(),
+        plants=plants,
+        controls=controls,
+        seconds_per_plant=LONG_S,
+        control_examples=ENOUGH,
+        workers=2,
+    )
+
+    # Two places of three are right: too few.
+    assert (result.verdict, result.exit_code, result.not_run) == ("violated", 1, 0)
+    assert [(plant.id, plant.caught) for plant in result.plants] == [(plant.id, True) for plant in plants]
+    for plant in result.plants:
+        assert plant.found_after is not None
+        assert 1 <= plant.found_after.examples <= plant.examples
+        assert 0 < plant.found_after.seconds <= plant.seconds
+        assert plant.failure is not None
+        assert plant.case is not None
+        saved = codec.load(Path(plant.failure.case or ""))
+        assert saved.scenario.world == plant.case.world
+        assert saved.subject is not None
+        assert saved.subject.given == f"museum:{plant.id}"
+    norm, halves, raises = (plant.judgement for plant in result.plants)
+    assert norm is not None
+    assert (norm.location, norm.naming) == (True, Naming.NONE)
+    assert halves is not None
+    assert halves.location
+    assert raises is not None
+    assert not raises.location  # it raises in the gather
+    assert result.summary.location.right == 2
+    assert [(control.verdict, control.examples) for control in result.controls] == [("holds", ENOUGH)] * 2
+    assert result.summary.control_examples == 2 * ENOUGH
+
+
+def test_a_plant_that_is_none_is_missed_or_there_was_no_time_to_say_so(
+    tmp_path: Path, broken: Callable[..., Elsewhere]
+) -> None:
+    """The plant is a right class; a class that cannot be used is undecided."""
+    halves = broken("Halves", "gradient", "reduce")
+    right = Elsewhere(**{**vars(halves), "name": "Right", "path": CONTROL["PlainZero"].target})
+    unusable = Elsewhere(**{**vars(halves), "name": "NotThere", "path": halves.path.replace(":Halves", ":NotThere")})
+
+    result = museum(tmp_path, Watching(), plants=(right, unusable), seconds_per_plant=2.0)
+
+    missed, not_there = result.plants
+    assert (missed.caught, missed.found_after, missed.failure) == (False, None, None)
+    assert missed.undecided == (missed.examples < ENOUGH)
+    assert (result.verdict, result.not_run) == ("unknown" if missed.undecided else "violated", 0)
+    assert (not_there.caught, not_there.undecided, not_there.examples) == (False, True, 0)
+    assert "NotThere" in (not_there.reason or "")
+
+
+def test_a_false_alarm_fails_the_run(tmp_path: Path, broken: Callable[..., Elsewhere]) -> None:
+    """The control is a broken class."""
+    alarm = WrongControl("Halves", "not right at all", path=broken("Halves", "gradient", "reduce").path)
+
+    result = museum(tmp_path, Watching(), controls=(alarm,), seconds_per_plant=LONG_S, control_examples=30)
+
+    assert (result.verdict, result.exit_code, result.not_run) == ("violated", 1, 0)
+    (false_alarm,) = result.controls
+    assert false_alarm.verdict == "violated"
+    assert false_alarm.failure is not None
+    assert (false_alarm.failure.stage, result.summary.false_alarms) == ("reduce", 1)
+    assert false_alarm.failure.ranks is None
+    assert Path(false_alarm.failure.case or "").is_file()
+
+
+def killing(beneath: list[psutil.Process], **times: int) -> Callable[[Sequence[WorkerView]], None]:
+    """Kill the worker that is seen to run one of these, so often (``_`` for each ``-`` of its id).
+
+    What it had started is added to ``beneath``.
+    """
+    killed: set[int] = set()
+
+    def seen(workers: Sequence[WorkerView]) -> None:
+        for worker in workers:
+            name = worker.exhibit.replace("-", "_")
+            alive = [each for each in psutil.Process().children() if each.name() == "zero2-museum"]
+            if worker.examples and times.get(name) and alive[0].pid not in killed:
+                times[name] -= 1
+                killed.add(alive[0].pid)
+                beneath.extend(alive[0].children(recursive=True))
+                alive[0].kill()
+
+    return seen
+
+
+def test_what_a_worker_was_killed_over_is_run_once_more_and_then_given_up(tmp_path: Path) -> None:
+    """The control is run again from its first scenario, and holds; what two were killed over is not caught."""
+    control = CONTROL["PlainZero"]
+    endless = Elsewhere(**{**vars(MAX), "name": "Endless", "path": control.target})
+    beneath: list[psutil.Process] = []
+    watching = Watching(killing(beneath, endless=2, plain_zero=1))
+
+    result = museum(
+        tmp_path,
+        watching,
+        plants=(endless, MAX),
+        controls=(control,),
+        seconds_per_plant=LONG_S,
+        control_examples=ENOUGH,
+    )
+
+    assert (result.verdict, result.exit_code, result.not_run) == ("unknown", 3, 0)
+    lost, caught = result.plants
+    assert (lost.reason or "").startswith("2 workers died of it; the last: worker 0 ended with signal 9 (SIGKILL)")
+    assert (lost.caught, caught.caught) == (False, True)
+    assert [(each.verdict, each.examples) for each in result.controls] == [("holds", ENOUGH)]
+    assert len(beneath) >= 3
+    assert not psutil.wait_procs(beneath, timeout=LONG_S)[1]
+    assert len(watching.notes) == 3
+    assert all(
+        re.fullmatch(r"worker 0 ended with signal 9 \(SIGKILL\).*; another takes its place", note)
+        for note in watching.notes
+    )
+
+
+def test_real_ranks_that_hang_are_caught_and_the_next_plant_finds_others(
+    tmp_path: Path, broken: Callable[..., Elsewhere]
+) -> None:
+    waits = replace(broken("Waits", "progress", "reduce"), processes=True)
+
+    result = museum(tmp_path, Watching(), plants=(waits, MAX), backend="gloo", worlds=(2,), seconds_per_plant=LONG_S)
+
+    hang, norm = result.plants
+    assert (result.verdict, hang.caught, norm.caught) == ("holds", True, True)
+    assert hang.failure is not None
+    assert hang.failure.property == "progress"
+
+
+def test_instances_that_share_a_gradient_are_no_violation_where_a_rank_owns_only_padding(simulated: Campaigns) -> None:
+    """Found by the museum: the ranks did not agree that a second instance tells nothing about the order of addition."""
+    values = Values(Domain.GENERAL, max_k=128, exponent=0, spread=19, cancel=True)
+    scenario = known(3, [1], bucket=1, values=values, seed=2663235166373161271)
+    result = simulated.replay(codec.save(codec.Case(scenario), simulated.report), CONTROL["SharesItsGradient"].subject)
+
+    assert (result.verdict, result.failure) == ("holds", None)
