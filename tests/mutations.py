@@ -52,7 +52,7 @@ def saved_cases(directory: Path) -> list[bytes]:
     return [
         *(codec.encode(Case(scenario)) for scenario in drawn),
         codec.encode(Case(drawn[0], zero2, failure)),
-        codec.encode(Case(drawn[1], own, failure)),
+        codec.encode(Case(drawn[3], own, failure)),
         codec.encode(Case(_FAULTY, zero2)),
         codec.encode(Case(_CORRUPT)),
     ]
