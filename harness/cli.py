@@ -884,7 +884,7 @@ def museum(
     (its label says which). Its campaign is an ordinary one: the same scenarios as of `verify`, from a seed of its own;
     whatever is known of the plant is used only to judge what was told: property and stage, symptom, rank and parameter.
     A control is a right class that does something another way:
-    at most 300 scenarios of it, and a violation is a false alarm. `replay` runs any case that was saved.
+    at most 100 scenarios of it, and a violation is a false alarm. `replay` runs any case that was saved.
     """
     if shown or listed:
         if plants or json_path is not None:

@@ -42,7 +42,7 @@ from harness.scenario.situations import required
 WORLDS: Final = (1, 2, 3, 4)
 """As of an ordinary campaign."""
 
-CONTROL_EXAMPLES: Final = 300
+CONTROL_EXAMPLES: Final = 100
 
 NO_BOUND: Final = 2**31
 """Examples of a plant's campaign: its time alone ends it."""
