@@ -246,9 +246,12 @@ def verdict_of(summary: Summary, *, complete: bool) -> results.Verdict:
 
 
 def _too_few(result: Result, situations: int) -> str | None:
-    """Why nothing follows from a campaign that found nothing: it was too short; None where it was not."""
+    """Why nothing follows from a campaign that found nothing: it was too short; None where it was not.
+
+    Scenarios that the class declined count: they were aimed at situations too. (None run is unknown in any case.)
+    """
     run = result.examples.run
-    if result.verdict == "violated" or run >= situations:
+    if result.verdict == "violated" or run + result.examples.discarded >= situations:
         return None
     return (
         f"only {count(run, 'example')} in {duration(result.seconds)}, fewer than the {situations} situations there "

@@ -44,14 +44,14 @@ CONTROL = Control("PlainZero", "a test")
 SITUATIONS = 40
 
 
-def campaign(verdict: Verdict = "violated", *, run: int = SITUATIONS, **more: Any) -> Result:
+def campaign(verdict: Verdict = "violated", *, run: int = SITUATIONS, discarded: int = 0, **more: Any) -> Result:
     return Result(
         verdict=verdict,
         subject="museum:any-of",
         backend="sim",
         worlds=(1, 2),
         seed=3,
-        examples=Examples(run=run),
+        examples=Examples(run=run, discarded=discarded),
         seconds=2.0,
         examples_per_second=20.0,
         **more,
@@ -136,6 +136,14 @@ def test_a_control_passes_only_if_it_holds() -> None:
     assert verdict_of(summary, complete=True) == "violated"
     verdicts = [verdict_of(summarise([], [each], 0), complete=True) for each in (*outcomes, lost)]
     assert verdicts == ["violated", "holds", "unknown", "unknown"]
+
+
+def test_what_a_control_declined_was_tried_on_it_too() -> None:
+    result = campaign("holds", run=SITUATIONS - 1)
+    declined = campaign("holds", run=SITUATIONS - 1, discarded=1)
+
+    assert control_outcome(CONTROL, 9, result, SITUATIONS).verdict == "unknown"
+    assert control_outcome(CONTROL, 9, declined, SITUATIONS).verdict == "holds"
 
 
 def test_what_was_not_found_in_too_few_scenarios_is_undecided() -> None:
