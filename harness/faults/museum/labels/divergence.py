@@ -19,6 +19,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         "others' first bucket.",
         properties=properties("traffic"),
         stages=stages("reduce"),
+        symptoms=frozenset({Symptom.ZERO}),  # of that rank: what shows where nothing tells of the calls
         known=known(2, [1], bucket=2, operations=(part(none={1: [0]}), Step())),
         place=if_named(lacks_gradients),
         processes=True,
@@ -31,6 +32,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         why="A rank whose pieces are all padding returns early from the gather, in which it would receive its weights.",
         properties=properties("traffic"),
         stages=stages("gather"),
+        symptoms=frozenset({Symptom.EARLIER}),  # of that rank, as above
         known=known(2, [1], bucket=2),
         place=not_first_rank,
         own=True,
