@@ -10,7 +10,7 @@ from typing import Final
 
 from harness.errors import UsageError
 from harness.faults.museum import catalogue
-from harness.faults.museum.exhibit import PREFIX, Control, Kind, Plant
+from harness.faults.museum.exhibit import PREFIX, Control, Plant
 
 _MOST_SHOWN: Final = 3
 
@@ -49,7 +49,7 @@ def select(names: Sequence[str], *, backend: str, everything: bool, controls: bo
         return Selection(catalogue.PLANTS, shown)
     if not everything:
         return Selection(tuple(plant for plant in catalogue.PLANTS if plant.processes), shown)
-    unseen = tuple(plant for plant in catalogue.PLANTS if plant.kind is Kind.RACE and not plant.processes)
+    unseen = tuple(plant for plant in catalogue.PLANTS if plant.timing)
     return Selection(tuple(plant for plant in catalogue.PLANTS if plant not in unseen), shown, unseen)
 
 

@@ -11,9 +11,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.errors import UsageError
-from harness.faults.museum import catalogue
-from harness.faults.museum.exhibit import PREFIX, kebab
 from harness.subjects.builtin import BUILTIN
+
+_MUSEUM = "museum"
+"""``museum:NAME`` is an exhibit of the bug museum."""
 
 Scalar = str | int | float | bool | None
 
@@ -53,14 +54,8 @@ def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
             "museum:NAME); name a class as package.module:Class or path/to/file.py:Class"
         )
     where, _, name = given.rpartition(":")
-    if where == PREFIX:
-        exhibit = catalogue.exhibit(kebab(name))
-        if exhibit is not None:
-            return SubjectSource(given, exhibit.target, arguments)
-        if not _places(PREFIX):  # no module of the user's has this name
-            near = difflib.get_close_matches(kebab(name), catalogue.names(), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else "; `museum --list` shows them"
-            raise UsageError(f"--subject {given!r}: no exhibit of that name in the museum{hint}")
+    if where == _MUSEUM and (found := _exhibit(given, name)) is not None:
+        return SubjectSource(given, found, arguments)
     if not where or not _is_identifier(name):
         raise UsageError(
             f"--subject {given!r}: expected package.module:Class or path/to/file.py:Class, got class name {name!r}"
@@ -78,6 +73,25 @@ def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
     if not all(_is_identifier(part) for part in where.split(".")):
         raise UsageError(f"--subject {given!r}: {where!r} is neither a module name nor a path that ends in .py")
     return SubjectSource(given, given, arguments)
+
+
+def _exhibit(given: str, name: str) -> str | None:
+    """Where the class of an exhibit of the bug museum is; None: a module of the user's is meant.
+
+    Raises:
+        UsageError: there is no such exhibit, nor such a module.
+    """
+    from harness.faults.museum import catalogue  # made when it is needed
+    from harness.faults.museum.exhibit import kebab
+
+    exhibit = catalogue.exhibit(kebab(name))
+    if exhibit is not None:
+        return exhibit.target
+    if _places(_MUSEUM):
+        return None
+    near = difflib.get_close_matches(kebab(name), catalogue.names(), n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; `museum --list` shows them"
+    raise UsageError(f"--subject {given!r}: no exhibit of that name in the museum{hint}")
 
 
 def from_case(given: str, absolute: str, args: dict[str, Scalar]) -> SubjectSource:

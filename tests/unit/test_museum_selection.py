@@ -8,12 +8,12 @@ import pytest
 
 from harness.errors import UsageError
 from harness.faults.museum import catalogue
-from harness.faults.museum.exhibit import Control, Kind
+from harness.faults.museum.exhibit import Control
 from harness.museum.selection import Selection, find, select
 
 (MAX,) = (plant for plant in catalogue.PLANTS if plant.name == "MaxOfNorms")
 DIES = replace(MAX, name="DiesInGather", bugs=("a/b#7", MAX.bugs[0]), processes=True)
-RACES = replace(MAX, name="ReadsBeforeWait", bugs=("a/c#9",), kind=Kind.RACE)
+RACES = replace(MAX, name="ReadsBeforeWait", bugs=("a/c#9",), timing=True)
 PLAIN = Control("PlainZero", "what all others are variants of")
 
 

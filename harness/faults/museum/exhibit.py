@@ -79,6 +79,7 @@ class Plant:
             fp64 norms, loads, dtypes, strides), and not by the contract of classes alone.
         processes: it is about processes (it ends or stops one, or the backend's own behaviour is a part of it), so
             that it is to be shown on real ranks too.
+        timing: whether and where it shows on real ranks depends on time; in a simulated world it always does.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Plant:
     place: Place | None = None
     own: bool = False
     processes: bool = False
+    timing: bool = False
 
     @property
     def id(self) -> str:

@@ -188,6 +188,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("reduce"),
         own=True,
+        timing=True,
         known=known(2, [5], bucket=2),
     ),
     Plant(
@@ -202,6 +203,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("reduce"),
         own=True,
+        timing=True,
         known=known(2, [3], bucket=2),
     ),
     Plant(
@@ -216,6 +218,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("reduce"),
         own=True,
+        timing=True,
         known=known(2, [1], bucket=2),
     ),
     Plant(
@@ -230,6 +233,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("reduce"),
         own=True,
+        timing=True,
         known=known(2, [3], bucket=2),
     ),
     Plant(
@@ -244,6 +248,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("reduce"),
         own=True,
+        timing=True,
         known=known(2, [1], bucket=2),
     ),
     Plant(
@@ -272,6 +277,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         properties=properties("traffic"),
         stages=stages("gather"),
         place=places.last_rank,
+        timing=True,
         known=known(2, [1], bucket=2),
     ),
 )
