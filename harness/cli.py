@@ -133,7 +133,7 @@ MUSEUM_EXIT_CODES = """\b
 Exit codes:
   0    holds: every plant that was run was caught and every control held
   1    violated: a plant was missed, a control was violated (a false alarm), a symptom was wrong, or fewer than 95 %
-       of the plants caught have the right property and stage, or the right rank and parameter where that matters
+       of the plants caught have the right property and stage
   2    bad usage: one line says what
   3    unknown: not violated, but something is undecided: an exhibit in which nothing was found in fewer scenarios
        than there are situations to reach, or one that could not be run or judged; it says which and why

@@ -19,7 +19,7 @@ from harness.scenario.model import Scenario, steps
 from harness.verdict import Stage
 
 LEAST_RIGHT_PERCENT: Final = 95
-"""Of the plants that were caught so many must be told where they are, and so many at which rank and parameter."""
+"""Of the plants that were caught so many must be told at the right property and stage."""
 
 
 class CaseSize(Struct, frozen=True, kw_only=True):
@@ -231,14 +231,15 @@ def verdict_of(summary: Summary, *, complete: bool) -> results.Verdict:
     """The verdict over a run. The rule, which `museum --help` states too:
 
     ``violated`` when a plant is missed, a control is a false alarm, a symptom is wrong, or of the plants that were
-    caught (and judged) fewer than 95 % have the right property and stage, or, where that matters, the right rank and
-    parameter. Else ``unknown`` when anything is undecided: a plant that was not caught or a control that was not
-    violated in fewer scenarios than there are required situations, an exhibit that a campaign said nothing of, a catch
-    that could not be judged, or, unless ``complete``, what was not run. Else ``holds``.
+    caught (and judged) fewer than 95 % have the right property and stage. (Rank and parameter are told, and no part of
+    it: where most ranks are wrong alike, the one that is not is the one that differs.) Else ``unknown`` when anything
+    is undecided: a plant that was not caught or a control that was not violated in fewer scenarios than there are
+    required situations, an exhibit that a campaign said nothing of, a catch that could not be judged, or, unless
+    ``complete``, what was not run. Else ``holds``.
     """
     if summary.missed or summary.false_alarms or summary.wrong_symptom:
         return "violated"
-    if any(100 * share.right < LEAST_RIGHT_PERCENT * share.of for share in (summary.location, summary.place)):
+    if 100 * summary.location.right < LEAST_RIGHT_PERCENT * summary.location.of:
         return "violated"
     if summary.undecided_plants or summary.undecided_controls or summary.not_judged or not complete:
         return "unknown"
