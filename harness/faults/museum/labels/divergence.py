@@ -166,6 +166,7 @@ PLANTS: Final[tuple[Plant, ...]] = (
         "one meets another; equal ones are added to each other.",
         properties=properties("traffic"),
         stages=stages("reduce"),
+        symptoms=frozenset({Symptom.OTHER_BUCKET}),  # where the lengths are equal
         known=known(2, [5], bucket=4),  # [3] in buckets of 2: as above
         place=not_first_rank,
         own=True,
