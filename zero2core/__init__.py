@@ -24,17 +24,33 @@ from zero2core.collectives import Collective
 from zero2core.errors import GradientStateError, RankMismatchError, SimulationError, Zero2Error
 from zero2core.layout import FlatLayout
 from zero2core.memory import sharded_static_bytes
+from zero2core.muon import (
+    ClipGradByAdaptiveNorm,
+    ClipGradByGlobalNorm,
+    MuonAdamW,
+    MuonParamInfo,
+    MuonShardingConfig,
+    MuonShardingOptimizer,
+    newton_schulz,
+)
 from zero2core.zero_master import BUCKET, ZeroMaster
 
 __all__ = [
     "BUCKET",
+    "ClipGradByAdaptiveNorm",
+    "ClipGradByGlobalNorm",
     "Collective",
     "FlatLayout",
     "GradientStateError",
+    "MuonAdamW",
+    "MuonParamInfo",
+    "MuonShardingConfig",
+    "MuonShardingOptimizer",
     "RankMismatchError",
     "SimulationError",
     "Zero2Error",
     "ZeroMaster",
     "broadcast_module",
+    "newton_schulz",
     "sharded_static_bytes",
 ]

@@ -13,7 +13,7 @@ from zero2core import collectives
 from zero2core.collectives import Collective
 from zero2core.errors import RankMismatchError
 
-__all__ = ["AGREEMENT_COLLECTIVES", "require_agreement"]
+__all__ = ["AGREEMENT_COLLECTIVES", "gather_texts", "require_agreement"]
 
 _DIGEST_LEN = hashlib.sha256().digest_size
 
@@ -41,11 +41,19 @@ def require_agreement(
     digests = _gather_bytes(hashlib.sha256(text).digest(), group, device)
     if len(set(digests)) == 1:
         return
-    # Collectives need equal lengths: send the lengths first, then the text padded to the longest.
-    lengths = [int.from_bytes(sent, "big") for sent in _gather_bytes(len(text).to_bytes(8, "big"), group, device)]
-    texts = _gather_bytes(text.ljust(max(lengths)), group, device)
-    lists = [sent[:length].decode().split("\n") for sent, length in zip(texts, lengths, strict=True)]
+    lists = [sent.split("\n") for sent in gather_texts(text.decode(), group=group, device=device)]
     raise RankMismatchError(f"{what}: {first_difference(lists)}")
+
+
+def gather_texts(text: str, *, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """What every rank gave, in rank order. Collective: two uint8 all-gathers.
+
+    Collectives need equal lengths: the lengths are sent first, then the texts padded to the longest.
+    """
+    data = text.encode()
+    lengths = [int.from_bytes(sent, "big") for sent in _gather_bytes(len(data).to_bytes(8, "big"), group, device)]
+    texts = _gather_bytes(data.ljust(max(1, *lengths)), group, device)
+    return [sent[:length].decode() for sent, length in zip(texts, lengths, strict=True)]
 
 
 def first_difference(lists: Sequence[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ A wait is bounded by the group's own time-out.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,13 @@ __all__ = [
     "broadcast",
     "group_device",
     "group_rank",
+    "group_ranks",
     "group_world",
+    "has_average",
+    "launch_broadcast",
+    "reduce",
     "reduce_scatter",
+    "subgroup",
 ]
 
 
@@ -34,7 +40,7 @@ class Collective(NamedTuple):
     """One collective as a rank issues it.
 
     Attributes:
-        kind: ``reduce_scatter``, ``all_gather``, ``all_reduce`` or ``broadcast``.
+        kind: ``reduce_scatter``, ``all_gather``, ``all_reduce``, ``broadcast`` or ``reduce``.
         dtype: of the tensor that is handed in.
         length: elements of the tensor that is handed in (what this rank contributes).
     """
@@ -73,14 +79,61 @@ def group_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup | None) -> Work:
+def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of ``group``, as the default group counts them, in the group's order; none outside it."""
+    if group_world(group) in (None, -1):
+        return ()
+    return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+
+
+def has_average(group: dist.ProcessGroup | None) -> bool:
+    """Whether the backend of ``group`` averages in a collective (``ReduceOp.AVG``): NCCL; gloo from torch 2.13 on."""
+    backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config(group).split(",")}
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return backends <= ({"nccl", "gloo"} if version >= (2, 13) else {"nccl"})
+
+
+# Groups are dear (threads, connections) and live as long as the default group: made once for the same ranks. By the
+# default group, which in a process that ended one and made another is not the same.
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of some ranks of the default group; collective over *all* of its ranks, in one order on each.
+
+    Made at the first call for these ranks, and given again at later ones.
+    """
+    default = dist.group.WORLD
+    if default is None:
+        raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
+    made = _subgroups.setdefault(default, {})
+    if ranks not in made:
+        made[ranks] = dist.new_group(list(ranks))
+    return made[ranks]
+
+
+def reduce_scatter(output: Tensor, source: Tensor, *, group: dist.ProcessGroup | None, average: bool = False) -> Work:
     """Start summing ``source`` (world times the length of ``output``) over ranks; rank r gets the r-th part.
 
-    Asynchronous: neither tensor may be touched before ``wait()``.
+    Asynchronous: neither tensor may be touched before ``wait()``. ``average``: the mean, where :func:`has_average`.
     """
     _require_contiguous(output, source)
     function = _named("reduce_scatter_single", "reduce_scatter_tensor")
-    work: Work = function(output, source, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    work: Work = function(output, source, op=op, group=group, async_op=True)
+    return work
+
+
+def reduce(tensor: Tensor, *, dst: int, group: dist.ProcessGroup | None, average: bool = False) -> Work:
+    """Start summing ``tensor`` over ranks into that of rank ``dst``, counted within ``group``.
+
+    Asynchronous. On all other ranks the tensor holds garbage afterwards. ``average``: see :func:`reduce_scatter`.
+    """
+    _require_contiguous(tensor)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    work: Work = dist.reduce(tensor, op=op, group=group, async_op=True, group_dst=dst)
     return work
 
 
@@ -111,6 +164,13 @@ def broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None) -> N
     """Overwrite ``tensor`` with that of rank ``src``, counted within ``group``."""
     _require_contiguous(tensor)
     dist.broadcast(tensor, group=group, group_src=src)
+
+
+def launch_broadcast(tensor: Tensor, *, src: int, group: dist.ProcessGroup | None) -> Work:
+    """Start overwriting ``tensor`` with that of rank ``src``, counted within ``group``. Asynchronous."""
+    _require_contiguous(tensor)
+    work: Work = dist.broadcast(tensor, group=group, async_op=True, group_src=src)
+    return work
 
 
 def _named(new: str, old: str) -> Any:  # noqa: ANN401 (torch declares neither)
