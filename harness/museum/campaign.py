@@ -36,8 +36,8 @@ from harness.museum.score import (
 from harness.report import result as results
 from harness.report.result import Result
 from harness.scenario import codec
-from harness.scenario.model import Scenario
-from harness.scenario.situations import required
+from harness.scenario.model import Scenario, System
+from harness.scenario.systems import Space, required
 
 WORLDS: Final = (1, 2, 3, 4)
 """As of an ordinary campaign."""
@@ -46,6 +46,9 @@ CONTROL_EXAMPLES: Final = 100
 
 NO_BOUND: Final = 2**31
 """Examples of a plant's campaign: its time alone ends it."""
+
+SLOWNESS: Final[dict[System, int]] = {"zero_master": 1, "muon": 3}
+"""A scenario of this system takes so many times as long, and its exhibits get as many times the seconds."""
 
 TICK_S: Final = 0.2
 GRACE_S: Final = 10.0
@@ -70,7 +73,7 @@ class MuseumOptions:
         plants, controls: one campaign of its own each, in this order.
         seed: of the whole; each exhibit's own is made from it and its id.
         seconds_per_plant: no scenario of a campaign's search begins later; what was found is explained for a while
-            longer.
+            longer. Of a slower system three times as many, see :data:`SLOWNESS`.
         control_examples: scenarios of a control, at most.
         workers: how many processes run campaigns.
         report: where failing cases are saved.
@@ -158,7 +161,9 @@ class _Museum:
         self.began = time.monotonic()
         self.state = _State(deque((*options.plants, *options.controls)))
         self.num_workers = max(1, min(options.workers, len(self.state.waiting)))
-        self.situations = len(required(options.worlds))
+        self.situations: dict[System, int] = {
+            system: len(required(options.worlds, Space(system))) for system in ("zero_master", "muon")
+        }
 
     def run(self) -> MuseumResult:
         state = self.state
@@ -220,13 +225,18 @@ class _Museum:
             absolute=exhibit.target,
             seed=seed_of(options.seed, exhibit.id),
             examples=options.control_examples if isinstance(exhibit, Control) else NO_BOUND,
-            seconds=options.seconds_per_plant,
+            seconds=self._seconds(exhibit),
         )
 
+    def _seconds(self, exhibit: Plant | Control) -> float:
+        return self.options.seconds_per_plant * SLOWNESS[exhibit.system]
+
     def _end_overdue(self, crew: Crew) -> None:
-        limit_s = self.options.seconds_per_plant + OVERDUE_S
         for worker in crew.workers:
-            if worker.task is not None and time.monotonic() - worker.began > limit_s:
+            if worker.task is None:
+                continue
+            limit_s = self._seconds(worker.task.exhibit) + OVERDUE_S
+            if time.monotonic() - worker.began > limit_s:
                 worker.trouble = f"it had not ended {limit_s:g} s after {worker.task.exhibit.id} was begun"
                 worker.process.kill()
 
@@ -270,9 +280,9 @@ class _Museum:
             self._keep(not_judged(exhibit, seed, done.problem or "no result"))
         elif not result.interrupted or result.verdict == "violated":
             if isinstance(exhibit, Plant):
-                self._keep(plant_outcome(exhibit, seed, result, _case_of(result), self.situations))
+                self._keep(plant_outcome(exhibit, seed, result, _case_of(result), self.situations[result.system]))
             else:
-                self._keep(control_outcome(exhibit, seed, result, self.situations))
+                self._keep(control_outcome(exhibit, seed, result, self.situations[result.system]))
 
     def _keep(self, outcome: Outcome) -> None:
         self.state.outcomes[outcome.id] = outcome

@@ -34,6 +34,7 @@ def exhibit_lines(exhibit: Plant | Control) -> list[str]:
         *itertools.chain.from_iterable(
             _row("" if number else "bugs", bug_address(bug), wrapped=False) for number, bug in enumerate(exhibit.bugs)
         ),
+        *([] if exhibit.bugs else _row("bugs", "none is public: the specification of its system names the mistake")),
         *_row("class", _class(exhibit), wrapped=False),
         *_row("label", _near(_labels() / f"{exhibit.module}.py"), wrapped=False),
         *_row("property", " or ".join(sorted(each.value for each in exhibit.properties))),
@@ -72,7 +73,7 @@ def _kind(plant: Plant) -> str:
 
 
 def _entry(name: str, bugs: Sequence[str]) -> Iterable[str]:
-    whole = f"  {name}  {', '.join(bugs)}"
+    whole = f"  {name}  {', '.join(bugs)}".rstrip()
     return [whole] if len(whole) <= LINE_CHARS else [f"  {name}", *_wrap(", ".join(bugs), "      ")]
 
 

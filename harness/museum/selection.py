@@ -11,6 +11,7 @@ from typing import Final
 from harness.errors import UsageError
 from harness.faults.museum import catalogue
 from harness.faults.museum.exhibit import PREFIX, Control, Plant
+from harness.scenario.model import System
 
 _MOST_SHOWN: Final = 3
 
@@ -26,7 +27,9 @@ class Selection:
     simulated_only: tuple[Plant, ...] = ()
 
 
-def select(names: Sequence[str], *, backend: str, everything: bool, controls: bool) -> Selection:
+def select(
+    names: Sequence[str], *, backend: str, everything: bool, controls: bool, system: System | None = None
+) -> Selection:
     """The plants and the controls to run, in the order of the catalogue.
 
     Args:
@@ -35,22 +38,26 @@ def select(names: Sequence[str], *, backend: str, everything: bool, controls: bo
         backend: of the ranks.
         everything: all plants on real ranks too, but for those that only a simulated world shows.
         controls: whether the controls are run, unless plants are named.
+        system: only exhibits of this kind of system, unless plants are named; None: of every kind.
 
     Raises:
         UsageError: no plant has such a name, or ``everything`` is asked for where nothing else is run.
     """
     if everything and backend == "sim":
         raise UsageError("--all: on sim every plant is run anyway; give it with --backend gloo or nccl")
+    if names and system is not None:
+        raise UsageError("--system: plants that are named are of the system that they are of; give one or the other")
     if names:
         wanted = {plant.id for name in names for plant in _plants(name)}
         return Selection(tuple(plant for plant in catalogue.PLANTS if plant.id in wanted))
-    shown = catalogue.CONTROLS if controls else ()
+    plants = tuple(plant for plant in catalogue.PLANTS if system in (None, plant.system))
+    shown = tuple(each for each in catalogue.CONTROLS if system in (None, each.system)) if controls else ()
     if backend == "sim":
-        return Selection(catalogue.PLANTS, shown)
+        return Selection(plants, shown)
     if not everything:
-        return Selection(tuple(plant for plant in catalogue.PLANTS if plant.processes), shown)
-    unseen = tuple(plant for plant in catalogue.PLANTS if plant.timing)
-    return Selection(tuple(plant for plant in catalogue.PLANTS if plant not in unseen), shown, unseen)
+        return Selection(tuple(plant for plant in plants if plant.processes), shown)
+    unseen = tuple(plant for plant in plants if plant.timing)
+    return Selection(tuple(plant for plant in plants if plant not in unseen), shown, unseen)
 
 
 def find(option: str, name: str) -> tuple[Plant | Control, ...]:

@@ -6,15 +6,30 @@ from functools import cache
 from typing import Final
 
 from harness.faults.museum.exhibit import Control, Plant
-from harness.faults.museum.labels import accumulation, controls, divergence, gather, layout, norm, reduction
+from harness.faults.museum.labels import (
+    accumulation,
+    controls,
+    controls_muon,
+    divergence,
+    gather,
+    layout,
+    muon_reduction,
+    muon_update,
+    muon_weights,
+    norm,
+    reduction,
+)
 
-__all__ = ["CONTROLS", "LEFT_OUT", "PLANTS", "exhibit", "is_variant_of_zero2"]
+__all__ = ["CONTROLS", "LEFT_OUT", "PLANTS", "builtin_of", "exhibit"]
 
-_ROOMS: Final = (accumulation, layout, reduction, norm, gather, divergence)
+_ROOMS: Final = (
+    accumulation, layout, reduction, norm, gather, divergence,
+    muon_update, muon_reduction, muon_weights,
+)  # fmt: skip
 
 PLANTS: Final[tuple[Plant, ...]] = tuple(plant for room in _ROOMS for plant in room.PLANTS)
 
-CONTROLS: Final[tuple[Control, ...]] = controls.CONTROLS
+CONTROLS: Final[tuple[Control, ...]] = (*controls.CONTROLS, *controls_muon.CONTROLS)
 
 LEFT_OUT: Final[dict[str, str]] = {bug: why for room in _ROOMS for bug, why in room.LEFT_OUT.items()}
 """Public bug, as ``owner/repository#number`` -> why no plant was made of it."""
@@ -36,12 +51,17 @@ def names() -> list[str]:
     return list(_by_id())
 
 
+_BUILTIN: Final = {"zero_master": "zero2", "muon": "muon"}
+"""System -> the built-in subject of it, of which variants are."""
+
+
 @cache
-def _variants_of_zero2() -> frozenset[str]:
+def _variants() -> dict[str, str]:
     exhibits: tuple[Plant | Control, ...] = (*PLANTS, *CONTROLS)
-    return frozenset(each.target for each in exhibits if each.own)
+    return {each.target: _BUILTIN[each.system] for each in exhibits if each.own}
 
 
-def is_variant_of_zero2(target: str) -> bool:
-    """Whether this class, as ``SubjectSource.absolute`` has it, is to be judged by what ``zero2`` promises."""
-    return target in _variants_of_zero2()
+def builtin_of(target: str) -> str | None:
+    """The built-in subject whose promises this class, as ``SubjectSource.absolute`` has it, is to be judged by; None
+    where it is judged by the contract of classes alone."""
+    return _variants().get(target)

@@ -25,9 +25,11 @@ from harness.scenario.model import (
     Scenario,
     Skip,
     Step,
+    System,
     Values,
     check,
 )
+from harness.scenario.muon import Muon
 from harness.verdict import Property, Stage
 
 PREFIX: Final = "museum"
@@ -56,6 +58,8 @@ class Kind(enum.Enum):
     DIVERGENCE = "ranks part ways"
     RESOURCES = "memory and traffic"
     CHECKPOINT = "checkpoint"
+    ORTHOGONAL = "orthogonalisation"
+    OWNERS = "owners and groups"
 
 
 Place = Callable[[Scenario, Failure], bool]
@@ -68,15 +72,16 @@ class Plant:
 
     Attributes:
         name: the class; ``module``: of ``harness.faults.museum.plants``, and of ``labels``, where it is.
-        bugs: public bugs of which this is the mechanism, as ``owner/repository#number``.
+        bugs: public bugs of which this is the mechanism, as ``owner/repository#number``; empty: none of them, but a
+            mistake that the specification of its system names.
         why: what is wrong, and why it shows where it does, in a sentence or two.
         properties: a verifier must name one of these first ...
         stages: ... at one of these stages.
         symptoms: any one of these is the right name for it; empty: none describes it, and naming one would be wrong.
         known: the smallest scenario that shows it, found by hand.
         place: what the rank and the parameter that are named must be; None: any is right, since all are wrong.
-        own: a variant of ``zero2core.ZeroMaster`` that is judged by all that ``zero2`` promises (traffic, memory,
-            fp64 norms, loads, dtypes, strides), and not by the contract of classes alone.
+        own: a variant of a class of ours that is judged by all that the built-in system promises (``zero2``: traffic,
+            memory, fp64 norms, loads, dtypes, strides), and not by the contract of classes alone.
         processes: it is about processes (it ends or stops one, or the backend's own behaviour is a part of it), so
             that it is to be shown on real ranks too.
         timing: whether and where it shows on real ranks depends on time; in a simulated world it always does.
@@ -102,6 +107,11 @@ class Plant:
         return kebab(self.name)
 
     @property
+    def system(self) -> System:
+        """What it is a class of."""
+        return self.known.system
+
+    @property
     def subject(self) -> str:
         """As ``--subject`` has it."""
         return f"{PREFIX}:{self.id}"
@@ -120,13 +130,15 @@ class Control:
         name: the class.
         way: what it does, in a few words.
         module: of ``harness.faults.museum``, where the class is.
-        own: a variant of ``zero2core.ZeroMaster``, judged as :class:`Plant` has it.
+        own: a variant of a class of ours, judged as :class:`Plant` has it.
+        system: what it is a class of.
     """
 
     name: str
     way: str
     module: str = "controls"
     own: bool = False
+    system: System = "zero_master"
 
     @property
     def id(self) -> str:
@@ -174,6 +186,10 @@ class Draft(NamedTuple):
     none: Mapping[int, Sequence[int]]
 
 
+Written = Draft | Clip | Step | Discard | Skip | Between
+"""An operation of a scenario that is written by hand."""
+
+
 def part(more: bool = False, none: Mapping[int, Sequence[int]] | None = None) -> Draft:
     """A part that announces ``more``; ``none``: for some ranks, the parameters (by index) without a gradient."""
     return Draft(more, none or {})
@@ -190,12 +206,13 @@ def known(
     world: int,
     shapes: Sequence[int | tuple[int, ...]],
     bucket: int,
-    operations: Sequence[Draft | Clip | Step | Discard | Skip | Between] = ONE,
+    operations: Sequence[Written] = ONE,
     *,
     values: Values = INTEGERS,
     optimizer: AdamW = VISIBLE,
     parameters: Mapping[int, Mapping[str, str]] | None = None,
     seed: int = 0,
+    muon: Muon | None = None,
 ) -> Scenario:
     """A scenario of parameters ``a``, ``b``, … of these shapes (``4`` is ``(4,)``).
 
@@ -208,6 +225,7 @@ def known(
         optimizer: its settings.
         parameters: further fields of some of them, by index: ``{0: {"strides": "transposed"}}``.
         seed: of all values.
+        muon: of a scenario of a Muon optimizer; see :func:`harness.faults.museum.muon.known_muon`.
 
     Raises:
         ValueError: it is none.
@@ -217,6 +235,17 @@ def known(
         Parameter(string.ascii_lowercase[index], (shape,) if isinstance(shape, int) else shape, **given.get(index, {}))  # type: ignore[arg-type]
         for index, shape in enumerate(shapes)
     )
+    system: System = "zero_master" if muon is None else "muon"
+    numbered = _numbered(world, bucket, operations)
+    scenario = Scenario(world, seed, listed, values, optimizer, numbered, system=system, muon=muon)
+    problem = check(scenario)
+    if problem is not None:
+        raise ValueError(problem)
+    return scenario
+
+
+def _numbered(world: int, bucket: int, operations: Sequence[Written]) -> tuple[Operation, ...]:
+    """The operations with the build before them, and with contributors."""
     whole: list[Operation] = [Build(bucket)]
     contributors = 0
     for operation in operations:
@@ -227,11 +256,7 @@ def known(
             contributors += world
         else:
             whole.append(operation)
-    scenario = Scenario(world, seed, listed, values, optimizer, tuple(whole))
-    problem = check(scenario)
-    if problem is not None:
-        raise ValueError(problem)
-    return scenario
+    return tuple(whole)
 
 
 def properties(names: str) -> frozenset[Property]:

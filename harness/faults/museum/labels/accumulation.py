@@ -291,8 +291,5 @@ PLANTS: Final[tuple[Plant, ...]] = (
     ),
 )
 
-LEFT_OUT: Final[dict[str, str]] = {
-    "deepspeedai/DeepSpeed#8600": "Muon's orthogonalisation applied part by part: there is no Muon here yet, and no "
-    "other step of ZeRO-2 in which a sum of parts and the parts one by one come out differently.",
-}
+LEFT_OUT: Final[dict[str, str]] = {}
 """Public bugs of these kinds that no plant was made of, and why."""
