@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 import click
+from click.core import ParameterSource
 
 import harness
 from harness import ending, inputs
@@ -30,6 +31,7 @@ from harness.sim.choices import Schedule, SumOrder
 if TYPE_CHECKING:
     from harness.runner import CampaignOptions
     from harness.scenario.codec import SubjectReference
+    from harness.scenario.model import System
     from harness.subjects.source import Scalar, SubjectSource
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ TRAIN_EXAMPLES = """\b
 Examples:
   zero2-harness train
   zero2-harness train --world 2 --steps 200 --text book.txt --json train.json
+  zero2-harness train --optimizer muon --world 4
 """
 
 DOCTOR_EXAMPLES = """\b
@@ -88,6 +91,13 @@ BENCH_EXAMPLES = """\b
 Examples:
   zero2-harness bench
   zero2-harness bench --world 2,4 --examples 40 --json bench.json
+  zero2-harness bench muon
+"""
+
+BENCH_MUON_EXAMPLES = """\b
+Examples:
+  zero2-harness bench muon
+  zero2-harness bench muon --preset tiny-gpt --world 2,3 --json muon.json
 """
 
 BENCH_EXIT_CODES = """\b
@@ -144,6 +154,8 @@ LIST_EXAMPLES = """\b
 Examples:
   zero2-harness list
   zero2-harness list --json -
+  zero2-harness list --plan
+  zero2-harness list --plan --preset llama-3.2-1b --world 16,32
 """
 
 
@@ -294,7 +306,8 @@ _seed_option = click.option(
     type=int,
     callback=inputs.whole(1, MAX_ELEMENTS),
     metavar="N",
-    help="Bucket size in elements (default: varied; about five buckets, at most 2**25, with --preset or --params).",
+    help="Bucket size, of Muon that of a fused buffer, in elements (default: varied; about five buckets, at most "
+    "2**25, with --preset or --params).",
 )
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @_json_option
@@ -427,6 +440,12 @@ def replay(
 )
 @_subject_options
 @click.option(
+    "--optimizer",
+    type=click.Choice(["zero2", "muon"]),
+    help="Which of our own, in place of --subject: AdamW sharded by ZeroMaster (the default), or Muon for the matrices "
+    "of the model's blocks (AdamW for all else) by MuonShardingOptimizer.",
+)
+@click.option(
     "--world",
     type=int,
     callback=inputs.whole(1, 64),
@@ -443,6 +462,7 @@ def train(
     *,
     subject: str | None,
     subject_args: tuple[str, ...],
+    optimizer: str | None,
     world: int,
     steps: int,
     text: str | None,
@@ -453,13 +473,15 @@ def train(
 
     The weights must be equal bit for bit after every step.
     """
+    if optimizer is not None and subject is not None:
+        raise UsageError(f"--optimizer {optimizer} and --subject {subject} both say what to train with: give one")
     from harness.subjects.source import parse
     from harness.train import show
     from harness.train.campaign import TrainOptions, run_training
     from harness.train.text import load_text
 
     options = TrainOptions(
-        subject=parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args)),
+        subject=parse(subject or optimizer or DEFAULT_SUBJECT, inputs.subject_arguments(subject_args)),
         world=world,
         steps=steps,
         seed=seed,
@@ -516,7 +538,11 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
         return code
 
 
-@cli.command(short_help="Measure what a scenario costs.", epilog=BENCH_EXAMPLES + "\n" + BENCH_EXIT_CODES)
+@cli.group(
+    short_help="Measure what a scenario costs, or a step of Muon.",
+    invoke_without_command=True,
+    epilog=BENCH_EXAMPLES + "\n" + BENCH_EXIT_CODES,
+)
 @_subject_options
 @click.option(
     "--world",
@@ -538,7 +564,9 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
 )
 @_seed_option
 @_json_option
+@click.pass_context
 def bench(
+    context: click.Context,
     *,
     subject: str | None,
     subject_args: tuple[str, ...],
@@ -556,7 +584,14 @@ def bench(
     that a campaign repeats now and then. Full and bare runs take turns; of each scenario's runs the median counts.
 
     A high ratio is no failure: the exit code says whether it could be measured.
+
+    `bench muon` measures another thing, and has options of its own.
     """
+    if context.invoked_subcommand is not None:
+        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if given:
+            raise click.UsageError(f"options of `bench {context.invoked_subcommand}` go after its name.", context)
+        return results.EXIT_HOLDS
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
     from harness.bench import show
     from harness.bench.campaign import BenchOptions, run_bench
@@ -571,6 +606,52 @@ def bench(
     with _streams(output) as (out, errors):
         TextConsole(out).say(f"seed {options.seed}")
         result = run_bench(options, TextConsole(errors).say)
+        code = _deliver(output, result, results.exit_code(result.verdict, interrupted=result.interrupted))
+        show.print_result(out, result)
+        return code
+
+
+@bench.command("muon", epilog=BENCH_MUON_EXAMPLES + "\n" + BENCH_EXIT_CODES)
+@click.option(
+    "--world",
+    "worlds",
+    default="1,2,4",
+    show_default=True,
+    callback=inputs.worlds,
+    metavar="W[,W...]",
+    help="Numbers of ranks to measure at.",
+)
+@click.option(
+    "--preset", default="gpt2", show_default=True, metavar="NAME", help="Whose parameters; `list` shows them."
+)
+@click.option(
+    "--steps",
+    type=int,
+    callback=inputs.whole(1, 1000),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Steps that count, of each system at each world, after one that does not.",
+)
+@click.option("--seed", type=int, callback=inputs.whole(0), default=0, show_default=True, metavar="N")
+@_json_option
+def bench_muon(*, worlds: tuple[int, ...], preset: str, steps: int, seed: int, json_path: str | None) -> int:
+    """Measure a step of MuonShardingOptimizer, as ratios to unsharded Muon and beside the original owner rule.
+
+    Unsharded: gradients averaged by all-reduces in fp32, and every rank updates everything. Every 2-D matrix but
+    embeddings and the output head is Muon's, uncut, with the default settings (five iterations in bf16). All start
+    from the same weights and gradients, which lie ready, and must end with the same bits. A step goes from the
+    gradients to new weights on every rank.
+
+    GPT-2 124M at worlds 1, 2 and 4 takes minutes on two cores, and about 14 GiB of memory.
+    """
+    from harness.bench.muon import show
+    from harness.bench.muon.campaign import MuonBenchOptions, run_muon_bench
+
+    options = MuonBenchOptions(preset=preset, worlds=worlds, steps=steps, seed=seed)
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    with _streams(output) as (out, errors):
+        result = run_muon_bench(options, TextConsole(errors).say)
         code = _deliver(output, result, results.exit_code(result.verdict, interrupted=result.interrupted))
         show.print_result(out, result)
         return code
@@ -756,9 +837,10 @@ def fuzz(
     """Search for a violation for as long as there is time, with several processes side by side.
 
     The search is cut into rounds, which are the same for the same seed, whoever runs them. Each has a turn of its own:
-    situation by situation, rare situations varied, sequences of operations, related scenarios that must give the same;
-    in most some features are off, so that rare combinations of the others get their turn. What is done is kept: started
-    again, the campaign goes on where it stopped, however it was stopped. The first violation is made smaller and ends
+    situation by situation, rare situations varied, sequences of operations, related scenarios that must give the same
+    (of a MuonShardingOptimizer all but sequences of operations, whose state machine is ZeroMaster's); in most some
+    features are off, so that rare combinations of the others get their turn. What is done is kept: started again, the
+    campaign goes on where it stopped, however it was stopped. The first violation is made smaller and ends
     it, unless --keep-going. A campaign of 300 scenarios or more, worlds 3 and 4 among them, that has not reached every
     required situation is no pass (exit 3).
     """
@@ -845,13 +927,18 @@ def fuzz(
 )
 @click.option("--no-controls", is_flag=True, help="Only the plants.")
 @click.option(
+    "--system",
+    type=click.Choice(["zero_master", "muon"]),
+    help="Only plants and controls of this kind of system (default: of both).",
+)
+@click.option(
     "--seconds-per-plant",
     type=float,
     callback=inputs.seconds,
     default=DEFAULT_PLANT_SECONDS,
     show_default=True,
     metavar="S",
-    help="No scenario begins after so long; what was found is explained for a while longer.",
+    help="No scenario begins after so long (for Muon three times); what was found is explained for a while longer.",
 )
 @click.option(
     "--workers",
@@ -872,6 +959,7 @@ def museum(
     backend: str,
     everything: bool,
     no_controls: bool,
+    system: System | None,
     seconds_per_plant: float,
     workers: int | None,
     seed: int | None,
@@ -894,7 +982,7 @@ def museum(
     from harness.museum.campaign import WORLDS, MuseumOptions, run_museum
     from harness.museum.selection import select
 
-    chosen = select(plants, backend=backend, everything=everything, controls=not no_controls)
+    chosen = select(plants, backend=backend, everything=everything, controls=not no_controls, system=system)
     inputs.check_backend(backend, WORLDS)
     num_workers = worker_processes(backend, WORLDS, 1 if workers is None and backend != "sim" else workers)
     options = MuseumOptions(
@@ -934,12 +1022,25 @@ def _museum_lookup(shown: Sequence[str], listed: bool) -> int:
 @cli.command(
     "list", short_help="Show subjects, presets, properties, situations.", epilog=LIST_EXAMPLES + "\n" + EXIT_CODES
 )
+@click.option("--plan", is_flag=True, help="How evenly Muon's matrices are dealt out to ranks, by each owner rule.")
+@click.option("--preset", "presets", multiple=True, metavar="NAME", help="With --plan: of this model; repeatable.")
+@click.option(
+    "--world", "worlds", callback=inputs.some_worlds, metavar="W[,W...]", help="With --plan: for so many ranks."
+)
 @_json_option
-def list_(*, json_path: str | None) -> int:
-    """Show the built-in subjects, the presets, the properties and the situations; with --json the museum too."""
+def list_(*, plan: bool, presets: tuple[str, ...], worlds: tuple[int, ...] | None, json_path: str | None) -> int:
+    """Show the built-in subjects, the presets, the properties and the situations; with --json the museum too.
+
+    With --plan instead: which load the busiest rank has of the matrices of GPT-2 124M and Qwen2.5-0.5B on 8 and 64
+    ranks, against what no plan can be below; by our owner rule, and by the original one.
+    """
+    if plan:
+        return _list_plan(presets, worlds, json_path)
+    if presets or worlds:
+        raise UsageError("--preset and --world say of what a plan is to be shown: add --plan")
     from harness.faults.museum.catalogue import CONTROLS, LEFT_OUT, PLANTS
     from harness.scenario.presets import PRESETS
-    from harness.scenario.situations import Situation
+    from harness.scenario.systems import SITUATIONS
     from harness.subjects.builtin import BUILTIN
     from harness.verdict import PROPERTY_SUMMARIES, Property
 
@@ -948,7 +1049,8 @@ def list_(*, json_path: str | None) -> int:
         "subjects": {name: item.summary for name, item in BUILTIN.items()},
         "presets": {name: item.summary for name, item in PRESETS.items()},
         "properties": {item.value: PROPERTY_SUMMARIES[item] for item in Property},
-        "situations": [item.value for item in Situation],
+        "situations": [item.value for item in SITUATIONS["zero_master"]],
+        "situations of muon": [item.value for item in SITUATIONS["muon"]],
         "museum": {
             "plants": f"{len(PLANTS)} planted bugs, subjects museum:NAME; `museum --list` names them",
             "controls": f"{len(CONTROLS)} classes that are right in another way, subjects of the same kind",
@@ -964,6 +1066,17 @@ def list_(*, json_path: str | None) -> int:
         if output is None:
             TextConsole(text).say("\n".join(listing_lines(shown)))
         return _deliver(output, listing, results.EXIT_HOLDS)
+
+
+def _list_plan(presets: Sequence[str], worlds: Sequence[int] | None, json_path: str | None) -> int:
+    from harness.balance import owners
+
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    answer = owners.ask(presets or owners.PRESETS, worlds or owners.WORLDS)
+    with _streams(output) as (text, _):
+        if output is None:
+            TextConsole(text).say("\n".join(owners.lines(answer)))
+        return _deliver(output, {"muon": owners.MUON, "balances": answer.balances}, results.EXIT_HOLDS)
 
 
 def _judge(

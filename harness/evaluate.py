@@ -28,11 +28,12 @@ from harness.faults import expect
 from harness.launch import machine
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport, Watch
 from harness.oracles import judge, sequence
-from harness.scenario.model import EXTENSIONS, Extension, Scenario
+from harness.scenario.model import EXTENSIONS, Extension, Scenario, Step, System
+from harness.scenario.muon_check import newton_schulz_work
 from harness.scenario.relations import NOTHING_OBSERVED, Observed
 from harness.sim.lanes import Batch
 from harness.sim.pool import SimPool
-from harness.subjects.builtin import CLASS_SUBJECT, capabilities
+from harness.subjects.builtin import CLASS_SUBJECT, capabilities, known_system
 from harness.subjects.source import SubjectSource
 from harness.verdict import Divergence, Observation, Property, RankAccount, RankStatus, RankVerdict, Stage
 
@@ -191,6 +192,7 @@ class Evaluator:
         self._pool = pool
         self._order, self._schedule = order, schedule
         self._extension = self._capabilities.extension
+        self._system = known_system(subject.absolute)
         self._imported: set[int] = set()  # the homes of worlds
         self._exchanges = False
         self._lanes_ready = False
@@ -203,6 +205,17 @@ class Evaluator:
     def extension(self) -> Extension:
         """What the subject takes beyond the contract's space; known after :meth:`prepare`."""
         return self._extension
+
+    @property
+    def system(self) -> System:
+        """What kind of system the subject is: of a built-in always known, of a class after :meth:`prepare`.
+
+        Raises:
+            ValueError: it was asked for before.
+        """
+        if self._system is None:
+            raise ValueError("what kind of system a class is is known only after prepare()")
+        return self._system
 
     @property
     def exact_norms(self) -> bool:
@@ -250,6 +263,12 @@ class Evaluator:
         for check in checks:
             if check.problem is not None:
                 raise UsageError(check.problem)
+            if self._system is not None and check.system != self._system:
+                raise UsageError(
+                    f"rank {checks.index(check)} imported a class of system {check.system!r}, "
+                    f"where others are of system {self._system!r}"
+                )
+            self._system = check.system
         if not self._imported and self._capabilities is CLASS_SUBJECT:
             # What some ranks declare and others do not is not drawn.
             self._extension = Extension(
@@ -358,6 +377,8 @@ class Evaluator:
 
     def _ran(self, scenario: Scenario, *, inspect: bool = False) -> tuple[Outcome, Evaluation]:
         self.prepare(scenario.world)
+        if scenario.system != self.system:
+            raise UsageError(f"the scenario is of system {scenario.system!r}, the subject of {self.system!r}")
         before = len(self._pool.incidents)
         task = self._task(scenario, inspect=inspect)
         home = self._pool.home(scenario.world)
@@ -469,8 +490,21 @@ def cost(scenario: Scenario) -> float:
 
 
 def _work(scenario: Scenario) -> int:
-    """Elements that are generated, summed or compared, over all ranks."""
-    return scenario.numel * scenario.world * len(scenario.operations)
+    """Elements that are generated, summed or compared, over all ranks; products of matrices as so many elements."""
+    return scenario.numel * scenario.world * len(scenario.operations) + _products(scenario)
+
+
+# Multiplications and additions of Newton-Schulz that take as long as one element; of the slowest, in bf16 without
+# instructions for it.
+_OPERATIONS = 3000
+
+
+def _products(scenario: Scenario) -> int:
+    """Newton-Schulz of all matrices, by the reference of each rank and by their owners."""
+    if scenario.muon is None:
+        return 0
+    num_steps = sum(isinstance(operation, Step) for operation in scenario.operations)
+    return newton_schulz_work(scenario, scenario.muon) * num_steps * (scenario.world + 1) // _OPERATIONS
 
 
 def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.Implied | None = None) -> Evaluation:

@@ -301,13 +301,14 @@ def repeated(
     checks: Counter[str],
     times: int | None = None,
     *,
-    settled: bool = False,
+    settling: int = 1,
     deadline: float = math.inf,
 ) -> Evaluation:
     """Run a scenario again: ``first`` when every run gives the same, else a violation of ``determinism``.
 
-    ``settled``: what the subject makes once and keeps, it has made before ``first``. ``deadline``, on the monotonic
-    clock: no run begins after it but the first, since a rank that ends takes each run the time to start others.
+    ``settling``: in how many runs it may make what it makes once and keeps; two, where ``first`` ran in another process
+    than what follows. ``deadline``, on the monotonic clock: no run begins after it but the first, since a rank that
+    ends takes each run the time to start others.
     """
     if first.conclusion is Conclusion.UNSUPPORTED:
         return first
@@ -320,15 +321,10 @@ def repeated(
         checks[Property.DETERMINISM.value] += 1
         if again.fingerprint == first.fingerprint:
             continue
-        if (
-            not settled
-            and len(runs) == 2
-            and first.fingerprint[:-1]
-            and again.fingerprint[:-1] == first.fingerprint[:-1]
-        ):
+        if settling and len(runs) == 2 and first.fingerprint[:-1] and again.fingerprint[:-1] == first.fingerprint[:-1]:
             # The same bits, and ranks that waited elsewhere: as when a class makes its groups the first time that it
             # needs them. From then on they are to wait in the same places.
-            return repeated(evaluator, scenario, again, checks, times, settled=True, deadline=deadline)
+            return repeated(evaluator, scenario, again, checks, times, settling=settling - 1, deadline=deadline)
         return _unsteady(runs)
     return first
 

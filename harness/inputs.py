@@ -45,6 +45,11 @@ def worlds(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[in
     return tuple(found)
 
 
+def some_worlds(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """As :func:`worlds`, of an option without a default."""
+    return None if value is None else worlds(ctx, param, value)
+
+
 def doctor_worlds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """As :func:`worlds`, where there is an order of addition, and few enough pairs of ranks to probe them all."""
     found = worlds(ctx, param, value)

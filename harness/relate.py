@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
-from harness.scenario.model import Scenario, steps
-from harness.scenario.relations import SUMMARIES, Relation, RelationReference, differs, related
+from harness.scenario.model import Scenario
+from harness.scenario.relations import SUMMARIES, Relation, RelationReference, clips, differs, related
 from harness.verdict import Divergence, Property, Stage
 
 MAX_TIER_WORLD = 4
@@ -111,7 +111,7 @@ class RelatedEvaluator:
         name, pick, worlds = self.reference.name, self.reference.pick, self.reference.worlds
         if name is Relation.TIER and (self._tier is None or scenario.world > MAX_TIER_WORLD):
             return None
-        if not self._evaluator.exact_norms and any(plan.clip is not None for plan in steps(scenario)):
+        if not self._evaluator.exact_norms and clips(scenario):
             return None  # how a class's norm rounds is its own affair, and the coefficient follows from it
         return related(scenario, name, pick, worlds)
 

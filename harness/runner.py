@@ -34,12 +34,13 @@ from harness.report import result as results
 from harness.report.console import describe
 from harness.report.paste import pytest_test
 from harness.report.result import Examples, Failure, FoundAfter, Result, WorldExamples
-from harness.scenario import codec, generate, presets
-from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, check
-from harness.scenario.relations import Relation, RelationReference
-from harness.scenario.situations import Situation, required
+from harness.scenario import codec, generate, muon_presets, presets
+from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, System, check
+from harness.scenario.relations import RelationReference, relations_of
 from harness.scenario.smaller import smallest
+from harness.scenario.systems import PROPERTIES, SITUATIONS, Space, required
 from harness.sim.choices import Schedule, SumOrder
+from harness.subjects.builtin import known_system
 from harness.subjects.source import SubjectSource, is_local
 from harness.tally import Tally
 from harness.verdict import Oracle, Property
@@ -131,7 +132,7 @@ def run_campaign(
     Raises:
         UsageError: the subject does not import or lacks the interface; or the parameters do not fit this machine.
     """
-    tally = Tally()
+    tally = Tally(system=known_system(options.subject.absolute) or "zero_master")
     observer.started(options)
     source: _Source = _Listed(options) if options.parameters is not None else _Drawn(options)
     found: Found | None = None
@@ -142,8 +143,8 @@ def run_campaign(
         with _ranks(options, pool, lanes) as ranks, _OtherTier(options, other) as tier:
             evaluator = _evaluator(options, ranks)
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
-            source.extend(evaluator.extension)
-            tally.extension = evaluator.extension
+            source.extend(evaluator.system, evaluator.extension)
+            tally.system, tally.extension = evaluator.system, evaluator.extension
             full = source.total >= FULL_CAMPAIGN
             if full and options.canaries:
                 check_canaries(ranks, options.worlds[0])
@@ -173,12 +174,12 @@ def replay_case(
     case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: Pool | None = None
 ) -> Result:
     """Run one saved case, several times: a violation that comes and goes is still one (``determinism``)."""
-    tally = Tally()
+    scenario = case.scenario
+    tally = Tally(system=scenario.system)
     observer.started(options)
     found: Found | None = None
     reason: str | None = None
     interrupted = False
-    scenario = case.scenario
     _check_memory(scenario.parameters, scenario.world, scenario.bucket, "the case", simulated=options.backend == "sim")
     try:
         with _ranks(options, pool) as ranks, _OtherTier(options) as tier:
@@ -266,8 +267,11 @@ class _Source(Protocol):
     total: int
     memory: int
 
-    def extend(self, extension: Extension) -> None:
-        """What the subject takes beyond the contract's space; told before the first scenario is asked for."""
+    def extend(self, system: System, extension: Extension) -> None:
+        """What kind of system the subject is, and what it takes beyond the contract's space.
+
+        Told before the first scenario is asked for; may raise :class:`harness.errors.UsageError`.
+        """
 
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         """The scenario of this number; the same every time. About ``ahead`` of those after it will be needed soon."""
@@ -289,10 +293,11 @@ class _Drawn:
         self.total = options.examples
         self._drawer = Drawer()
         self._begun: dict[int, Future[Scenario]] = {}
+        self._system: System = "zero_master"
         self._extension = CONTRACT
 
-    def extend(self, extension: Extension) -> None:
-        self._extension = extension
+    def extend(self, system: System, extension: Extension) -> None:
+        self._system, self._extension = system, extension
 
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         begun = self._begun.pop(index, None)
@@ -311,31 +316,48 @@ class _Drawn:
 
     def _draw(self, index: int) -> Scenario:
         options = self.options
-        return generate.draw(options.seed, index, options.worlds, bucket=options.bucket, extension=self._extension)
+        return generate.draw(
+            options.seed,
+            index,
+            options.worlds,
+            bucket=options.bucket,
+            extension=self._extension,
+            system=self._system,
+        )
 
 
 class _Listed:
     """A few scenarios over a given parameter list, the same ones for each world: held, spilled, clipped, …"""
 
     def __init__(self, options: CampaignOptions) -> None:
+        self.options = options
         parameters = options.parameters or ()
-        self.cases: list[Scenario] = []
         self.memory = 0
+        bucket, simulated = options.bucket or bucket_for(parameters), options.backend == "sim"
         for world in options.worlds:
-            bucket = options.bucket or bucket_for(parameters)
-            simulated = options.backend == "sim"
             needed = _check_memory(parameters, world, bucket, "the parameter list", simulated=simulated)
             self.memory = max(self.memory, needed)
-            cases = presets.campaign(parameters, world, bucket, options.seed, options.examples)
-            for case in cases[:3]:  # held, spilled, clipped: the others differ in their seeds alone
+        self.cases = self._cases(known_system(options.subject.absolute) or "zero_master")
+        self.total = len(self.cases)
+
+    def _cases(self, system: System) -> list[Scenario]:
+        options, parameters = self.options, self.options.parameters or ()
+        bucket = options.bucket or bucket_for(parameters)
+        campaign = muon_presets.campaign if system == "muon" else presets.campaign
+        found: list[Scenario] = []
+        for world in options.worlds:
+            cases = campaign(parameters, world, bucket, options.seed, options.examples)
+            for case in cases[:3]:  # each form: the others differ in their seeds alone
                 problem = check(case)
                 if problem is not None:
                     raise UsageError(f"the parameter list at world {world}: {problem}; use a larger --bucket")
-            self.cases += cases
-        self.total = len(self.cases)
+            found += cases
+        return found
 
-    def extend(self, extension: Extension) -> None:
-        """A given list is as it is."""
+    def extend(self, system: System, extension: Extension) -> None:
+        """A given list is as it is; what is done with it depends on the system."""
+        if any(case.system != system for case in self.cases):
+            self.cases = self._cases(system)
 
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
         return self.cases[index]
@@ -423,7 +445,8 @@ class _Search:
         self.tally.add(scenario, evaluation)
         self.pace.ran(cost(scenario), evaluation.seconds)
         if evaluation.conclusion is Conclusion.HOLDS and self._to_be_repeated(index, scenario):
-            evaluation = repeated(self.evaluator, scenario, evaluation, self.tally.checks, times=1)
+            settling = 2 if self.evaluator.lanes > 1 else 1
+            evaluation = repeated(self.evaluator, scenario, evaluation, self.tally.checks, times=1, settling=settling)
         if index % CLOSELY_EVERY == CLOSELY_EVERY - 1:
             evaluation = self.evaluator.closely(scenario, evaluation)
         return evaluation
@@ -448,7 +471,7 @@ class _Search:
         self.num_exact += 1
         if self.num_exact < self.related_at + RELATE_EVERY:
             return None
-        relations, turn = list(Relation), self.num_related
+        relations, turn = relations_of(scenario.system), self.num_related
         for number in range(len(relations)):
             relation = relations[(turn + number) % len(relations)]
             runs = RelatedEvaluator(self.evaluator, RelationReference(relation, turn, self.options.worlds), self.tier)
@@ -528,8 +551,8 @@ def _require_hit(scenario: Scenario, evaluation: Evaluation) -> None:
 
 # --- the result -------------------------------------------------------------------------------------------------------
 
-# What every subject is asked for, so what a full campaign must have checked at least once.
-APPLICABLE = tuple(Property)
+# By kind of system, what every subject is asked for, so what a full campaign must have checked at least once.
+APPLICABLE = PROPERTIES
 
 
 def undecided_reason(options: CampaignOptions, tally: Tally) -> str | None:
@@ -545,7 +568,7 @@ def undecided_reason(options: CampaignOptions, tally: Tally) -> str | None:
     missing = not_reached(options, tally)
     if missing:
         return f"a full campaign never reached: {', '.join(missing)}"
-    unchecked = [prop.value for prop in APPLICABLE if not tally.checks[prop.value]]
+    unchecked = [prop.value for prop in APPLICABLE[tally.system] if not tally.checks[prop.value]]
     if unchecked:
         return f"a full campaign never checked: {', '.join(unchecked)}"
     return None
@@ -555,9 +578,9 @@ def not_reached(options: CampaignOptions, tally: Tally) -> tuple[str, ...]:
     """The situations that a full campaign must reach and that this one did not; of a given list none is asked."""
     if options.parameters is not None:
         return ()
-    wanted = required(options.worlds, options.bucket, tally.extension)
+    wanted = required(options.worlds, Space(tally.system, options.bucket, tally.extension))
     # What every scenario that had it was declined for lies outside the subject's space; all else is to be reached.
-    names = (situation.value for situation in Situation if situation in wanted)
+    names = (situation.value for situation in wanted)
     return tuple(name for name in names if not tally.reached[name] and not tally.declined[name])
 
 
@@ -593,7 +616,8 @@ def result_of(
         examples_per_second=tally.num_run / max(elapsed, 1e-9),
         oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties={prop.value: tally.checks[prop.value] for prop in Property},
-        reached={situation.value: tally.reached[situation.value] for situation in Situation},
+        reached={situation.value: tally.reached[situation.value] for situation in SITUATIONS[tally.system]},
+        system=tally.system,
         missing=not_reached(options, tally) if replayed is None else (),
         margin=tally.margin,
         changed=dict(tally.changed),

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from harness.evaluate import Conclusion, Evaluation
 from harness.report.result import FoundAfter
-from harness.scenario.model import CONTRACT, Extension, Scenario
-from harness.scenario.situations import reached
+from harness.scenario.model import CONTRACT, Extension, Scenario, System
+from harness.scenario.systems import reached
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Tally:
         checks, oracle, reached, changed: as :class:`harness.report.result.Result` has them.
         recycled: why ranks were replaced.
         margin: the largest error in terms of its bound; None when nothing was held against a bound.
-        extension: what the subject takes beyond the contract's space.
+        system, extension: what kind of system the subject is, and what it takes beyond the contract's space.
         found_after: when a campaign first saw the violation that ends it.
     """
 
@@ -42,6 +42,7 @@ class Tally:
     changed: Counter[str] = field(default_factory=Counter)
     recycled: list[str] = field(default_factory=list)
     margin: float | None = None
+    system: System = "zero_master"
     extension: Extension = CONTRACT
     found_after: FoundAfter | None = None
 
@@ -62,13 +63,13 @@ class Tally:
             self.recycled.append(evaluation.recycled)
         if evaluation.conclusion is Conclusion.UNSUPPORTED:
             self.discarded += 1
-            self.declined.update(situation.value for situation in reached(scenario))
+            self.declined.update(reached(scenario))
             return
         self.run[scenario.world] += 1
         self.seconds[scenario.world] += evaluation.seconds  # type: ignore[assignment]  # a Counter adds floats too
         self.checks.update(evaluation.checks)
         self.oracle.update(evaluation.oracle)
-        self.reached.update(situation.value for situation in reached(scenario))
+        self.reached.update(reached(scenario))
         self.reached.update(evaluation.situations)
         if evaluation.conclusion is Conclusion.HOLDS:  # a wrong value says nothing of rounding
             self.margin = larger(self.margin, evaluation.margin)

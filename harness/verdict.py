@@ -40,19 +40,19 @@ PROPERTY_SUMMARIES = {
     Property.WEIGHTS: "the compute weights of every rank are the unsharded trainer's at every stage, bit for bit",
     Property.AGREEMENT: "after each gather all ranks hold the same compute weights",
     Property.MASTER: "the fp32 master is the unsharded trainer's, at construction and after each update",
-    Property.MOMENTS: "so are both AdamW moments",
-    Property.GRADIENT: "what reduce_scatter() puts into master.grad is the sum over all ranks",
-    Property.NORM: "grad_sq_norm() is right, and has the same bits on every rank",
-    Property.CLIP: "scaling master.grad in place clips what the optimizer and the next norm see",
+    Property.MOMENTS: "so are the moments: both of AdamW, the momentum of Muon",
+    Property.GRADIENT: "the reduced gradient is the sum over all ranks (ZeroMaster) or their mean (Muon)",
+    Property.NORM: "the joint norm is right, and has the same bits on every rank",
+    Property.CLIP: "the clipped gradient is the right one, and what the update sees",
     Property.SPILL: "the parts of a step of several parts add up",
-    Property.INTAKE: "collect() clears .grad; has_grad and spills say what waits; discard() leaves nothing behind",
+    Property.INTAKE: ".grad is taken and cleared; what is said to wait does; a discarded step leaves nothing behind",
     Property.STORAGE: "parameters keep their storage, shape and dtype, and nothing beside them is written",
     Property.OWNERSHIP: "every element has one owner; padding is zero and enters nothing",
     Property.MEMORY: "consumed gradients are released; a built-in keeps no more alive than its formula says",
     Property.TRAFFIC: "all ranks call the same collectives in the same order; a built-in those its layout implies",
     Property.PROGRESS: "every rank finishes with a verdict: no exception, no crash, no hang",
     Property.DETERMINISM: "the same scenario gives the same bits every time",
-    Property.INVARIANCE: "on exact sums another bucket size, world, cut into parts or parameters gives the same bits",
+    Property.INVARIANCE: "on exact sums other buckets, worlds, cuts, orders, owners, hops and overlap give equal bits",
 }
 """One sentence for each property, for people."""
 
@@ -75,7 +75,8 @@ class Oracle(enum.Enum):
     """By which rule a gradient (or, for LOOSE, a norm) was judged.
 
     EXACT: bitwise, on data whose sums are exact in any order. ORDERED: bitwise, adding in the backend's own order.
-    BOUND: not bitwise, but within the proven rounding bound. LOOSE: a norm whose bound is too wide to say much.
+    BOUND: not bitwise, but within the proven rounding bound. LOOSE: a norm, or a master after Newton-Schulz by other
+    operations, whose bound is too wide to say much.
     """
 
     EXACT = "exact"
@@ -157,10 +158,14 @@ class NormObservation(Struct, frozen=True, array_like=True):
 
 
 class WeightsObservation(Struct, frozen=True, array_like=True):
-    """Digest of all compute weights of a rank after the gather of a step (nan counted as one pattern)."""
+    """Digest of all compute weights of a rank after the gather of a step (nan counted as one pattern).
+
+    ``group``: of those that belong to a group of these ranks alone; empty: of those that all ranks have.
+    """
 
     step: int
     digest: str
+    group: tuple[int, ...] = ()
 
 
 class Quantity(enum.Enum):

@@ -34,6 +34,7 @@ from harness.drawing import Drawer
 from harness.drive import trail
 from harness.drive.tasks import SubjectName
 from harness.ending import raise_if_interrupted
+from harness.errors import UsageError
 from harness.evaluate import PRELOAD, Conclusion, Evaluator, UndecidedError, conclude
 from harness.launch.pool import Outcome, PoolError, RankPool
 from harness.report.result import SCHEMA, Verdict, versions
@@ -152,7 +153,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None], *, pool: RankPo
     ``pool`` is one of :func:`start_pool` that is left running; without it the bench has ranks of its own.
 
     Raises:
-        UsageError: the subject cannot be imported or lacks the interface.
+        UsageError: the subject cannot be imported, lacks the interface, or is of another system.
     """
     began = time.monotonic()
     per_world: dict[int, WorldCost] = {}
@@ -251,7 +252,13 @@ class Bench:
         self._pool = pool
         self._world = world
         self._exchanges = False
-        Evaluator(subject, pool).prepare(world)
+        evaluator = Evaluator(subject, pool)
+        evaluator.prepare(world)
+        if evaluator.system != "zero_master":
+            raise UsageError(
+                f"bench measures scenarios of classes like ZeroMaster, {subject.given} is of system "
+                f"{evaluator.system!r}: `bench muon` measures a step of MuonShardingOptimizer"
+            )
 
     def campaign(self, options: BenchOptions, say: Callable[[str], None]) -> WorldCost:
         """The scenarios of a campaign, each ``rounds`` times."""

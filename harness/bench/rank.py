@@ -14,7 +14,8 @@ from torch import Tensor
 
 from harness.bench.clock import Clock, TimedDriver
 from harness.bench.messages import BareReport, DoNothing, RunBare, TimedVerdict, decode_task, encode
-from harness.drive.driver import Around, clip_coefficient
+from harness.drive.calls import Around
+from harness.drive.driver import clip_coefficient
 from harness.drive.handler import LoadedSubjects, run_isolated
 from harness.drive.isolation import Isolation
 from harness.drive.parameters import ComputeWeights, gradient_like

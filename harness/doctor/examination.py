@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-from harness.doctor import machine, readings
+from harness.doctor import machine, product_readings, readings
 from harness.doctor.findings import DoctorResult, Finding, Verdict, by_reason, over_worlds, overall, unmeasured
 from harness.doctor.messages import (
     AdamWReport,
@@ -25,12 +25,14 @@ from harness.doctor.messages import (
     MeasureAverage,
     MeasureLatency,
     MeasureOrder,
+    MeasureProducts,
     MeasureRepeats,
     MeasureRounding,
     MeasureSpecials,
     MeasureStrided,
     MeasureSubnormals,
     OrderReport,
+    ProductsReport,
     RepeatsReport,
     RoundingReport,
     SpecialsReport,
@@ -159,6 +161,7 @@ class Examination:
         self._one("torch", described, lambda found: readings.read_torch(found, installed))
         self._collectives()
         self._numerics()
+        self._products()
         # Last: it leaves each group in doubt.
         strided = self._ask("strided views", MeasureStrided(), StridedReport, timeout_s=STRIDED_TIMEOUT_S)
         self._add(over_worlds("strided views", *strided, readings.read_strided, relied_on=False))
@@ -208,6 +211,12 @@ class Examination:
         subnormals = self._ask_one("subnormals", MeasureSubnormals(), SubnormalReport)
         self._one("subnormals", subnormals, readings.read_subnormals)
         self._add(over_worlds("subnormal sums", specials, missing, readings.read_subnormal_sums, relied_on=True))
+
+    def _products(self) -> None:
+        products = self._ask_one("matrix products", MeasureProducts(SEED), ProductsReport)
+        self._one(product_readings.SAME, products, product_readings.read_same)
+        for condition, name in product_readings.NAMES.items():
+            self._one(name, products, partial(product_readings.read_condition, condition=condition), relied_on=False)
 
     def _one(self, name: str, answer: R | str, read: Callable[[R], Finding], *, relied_on: bool = True) -> None:
         """Add the finding of a measurement by one process, or that there is none and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
 import msgspec
@@ -62,6 +63,12 @@ class MeasureRepeats(Struct, frozen=True, tag=True):
     seed: int
 
 
+class MeasureProducts(Struct, frozen=True, tag=True):
+    """Multiply matrices as Newton-Schulz does, under each :class:`Condition`."""
+
+    seed: int
+
+
 class MeasureStrided(Struct, frozen=True, tag=True):
     """All-reduce views that are not contiguous. Leaves the group in doubt: the last task of a world."""
 
@@ -76,6 +83,7 @@ Task: TypeAlias = (
     | MeasureSpecials
     | MeasureAverage
     | MeasureRepeats
+    | MeasureProducts
     | MeasureStrided
 )
 
@@ -241,6 +249,35 @@ class StridedReport(Struct, frozen=True, tag=True, kw_only=True):
     views: dict[str, ViewReport]
 
 
+class Condition(enum.StrEnum):
+    """What is otherwise than with one contiguous matrix on one thread.
+
+    REPEAT: nothing. PLACE: it begins elsewhere in memory. BATCH: it is one of a stack, at some place in it. COLUMNS: it
+    is stored by columns. THREADS: there are several.
+    """
+
+    REPEAT = "repeat"
+    PLACE = "place"
+    BATCH = "batch"
+    COLUMNS = "columns"
+    THREADS = "threads"
+
+
+class ProductsReport(Struct, frozen=True, tag=True, kw_only=True):
+    """Operations of Newton-Schulz on the same matrices under other conditions.
+
+    Attributes:
+        shapes: as ``"3x5"``; ``threads``: of :attr:`Condition.THREADS`.
+        differing: operation -> condition -> shapes of which a result had other bits.
+        left_out: operation -> shapes that took too long here.
+    """
+
+    shapes: tuple[str, ...]
+    threads: tuple[int, ...]
+    differing: dict[str, dict[Condition, tuple[str, ...]]]
+    left_out: dict[str, tuple[str, ...]]
+
+
 Report: TypeAlias = (
     Description
     | AdamWReport
@@ -251,6 +288,7 @@ Report: TypeAlias = (
     | SpecialsReport
     | AverageReport
     | RepeatsReport
+    | ProductsReport
     | StridedReport
 )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness.doctor import collectives, numerics
+from harness.doctor import collectives, numerics, products
 from harness.doctor.messages import (
     Describe,
     MeasureAdamW,
     MeasureAverage,
     MeasureLatency,
     MeasureOrder,
+    MeasureProducts,
     MeasureRepeats,
     MeasureRounding,
     MeasureSpecials,
@@ -45,6 +46,8 @@ def measure(context: RankContext, task: Task) -> Report:
             return numerics.measure_rounding(task)
         case MeasureSubnormals():
             return numerics.measure_subnormals()
+        case MeasureProducts():
+            return products.measure_products(task)
         case MeasureLatency():
             return collectives.measure_latency(context, task)
         case MeasureOrder():

@@ -11,191 +11,52 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import traceback
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from harness.drive import traffic
+from harness.drive.calls import CannotGoOnError, InterfaceLacksError, RankDriver, reference_to
 from harness.drive.inspection import Inspection
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
 from harness.drive.observation import MOMENTS, Witness
 from harness.drive.parameters import ComputeWeights, by_stream, gradient_like
-from harness.drive.record import NORM_DTYPES, Record, bits_of
+from harness.drive.record import bits_of, norm_of
 from harness.drive.sample import FormulaSample
 from harness.drive.shard import Difference, ShardMap
-from harness.drive.shared import Kept, Shared
+from harness.drive.shared import Kept
 from harness.drive.summation import Prober, Summation, Summations, calls_of_step, fingerprint
-from harness.drive.trail import Trail
-from harness.errors import exception_text
-from harness.faults.inject import Injector, stay_silent
-from harness.launch.rank import RankContext
 from harness.oracles import bounds, contributions
 from harness.oracles.compare import compare_bits, digest
 from harness.oracles.intake import IntakeModel
-from harness.oracles.order import Order, Rule, gloo
+from harness.oracles.order import Order
 from harness.oracles.prediction import Call
 from harness.oracles.reference import UnshardedTrainer, build_adamw, moment_names, set_rate
-from harness.scenario.model import Build, Domain, Load, Rate, Scenario, StepPlan, steps
+from harness.scenario.model import Build, Domain, Load, Rate, StepPlan, steps
 from harness.scenario.partition import Partition
 from harness.scenario.situations import Situation
-from harness.subjects.builtin import Capabilities
 from harness.subjects.load import has_full_master, missing_attributes
-from harness.verdict import Observation, Oracle, Property, Quantity, RankStatus, RankVerdict, Stage
+from harness.verdict import Observation, Oracle, Property, Quantity, Stage
 
 _FORMULA_EVERY = 4
 _FULL_MASTER_EVERY = 3
 
 
-Around = Callable[[], AbstractContextManager[None]]
-"""Gives what is entered around each call into the subject."""
+class Driver(RankDriver):
+    """One scenario of system ``"zero_master"`` on one rank."""
 
-
-class SubjectRaisedError(Exception):
-    """A call into the subject raised; ``unsupported`` when it was NotImplementedError ("outside my space")."""
-
-    def __init__(self, call: str, error: BaseException) -> None:
-        super().__init__(f"{call} raised {exception_text(error)}")
-        self.unsupported = isinstance(error, NotImplementedError)
-        self.detail = "".join(traceback.format_exception(error))
-
-
-class PeerLostError(SubjectRaisedError):
-    """A collective of the harness's own failed: another rank is no longer there."""
-
-
-class InterfaceLacksError(Exception):
-    """The built subject lacks an attribute of the contract, or one has the wrong type or shape."""
-
-
-class CannotGoOnError(Exception):
-    """A divergence was recorded after which the step cannot be carried out."""
-
-
-class _SubjectCall:
-    """What is around one call into the subject. Not a generator: this is entered dozens of times in a scenario."""
-
-    __slots__ = ("_around", "_call", "_driver")
-
-    def __init__(self, driver: Driver, call: str) -> None:
-        self._driver = driver
-        self._call = call
-
-    def __enter__(self) -> None:
-        driver = self._driver
-        driver.record.move()  # Every call of a slow class shows that it makes progress.
-        try:
-            if driver.faults is not None:
-                driver.faults.subject_called()
-            self._around = driver.around()
-            self._around.__enter__()
-        except BaseException as error:
-            raise self._raised(error) from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._around.__exit__(kind, error, trace)
-        except BaseException as other:
-            raise self._raised(other) from other
-        if error is not None:
-            raise self._raised(error) from error
-        self._driver.record.move()
-
-    def _raised(self, error: BaseException) -> SubjectRaisedError:
-        return SubjectRaisedError(f"{self._driver.cls.__name__}.{self._call}", error)
-
-
-class Driver:
-    """One scenario on one rank. :meth:`run` never raises for what the subject does."""
-
-    def __init__(
-        self,
-        context: RankContext,
-        cls: Callable[..., Any],
-        args: dict[str, Any],
-        capabilities: Capabilities,
-        scenario: Scenario,
-        trail: Trail,
-        *,
-        exchanges: bool = True,
-        inspect: bool = False,
-        around: Around = nullcontext,
-        shared: Shared | None = None,
-        rule: Rule = gloo,
-        silence: Callable[[], NoReturn] = stay_silent,
-        sleep: Callable[[float], None] | None = None,
-    ) -> None:
-        """``exchanges``, ``inspect``: see :class:`harness.drive.tasks.RunScenario`; ``around`` each subject's call.
-
-        ``shared``: of all ranks of this scenario in this process, where that is not this one alone. ``rule``: how the
-        backend adds. ``silence``: what a rank does that is never to send its verdict; ``sleep``: one that is to be late
-        (seconds).
-        """
-        self.rule = rule
-        self.inspect = inspect
-        self.context = context
-        self.exchanges = exchanges
-        self.around = around
-        self.cls = cls
-        self.args = args
-        self.capabilities = capabilities
-        self.scenario = scenario
-        self.shared = shared or Shared(scenario)
-        self.rank = context.rank
-        self.device = torch.device(context.device)
-        self.record = Record(context, scenario, trail)
-        self.faults = Injector(scenario.faults, self.rank, self.record, sleep) if scenario.faults else None
-        self._silence = silence
-        if self.faults is not None:
-            context.collectives.intercept = self.faults.intercept
-
-    def run(self) -> RankVerdict:
-        """Drive the scenario to its end, or to the first exception of the subject."""
-        verdict = self._run()
-        if self.faults is not None and self.faults.mutes():
-            self._silence()
-        return verdict
-
-    def _run(self) -> RankVerdict:
-        try:
-            self._build()
-            for plan in steps(self.scenario):
-                self._between(plan)
-                self._step(plan)
-            self.record.drive()
-            self._finish()
-            self.record.finish()
-        except SubjectRaisedError as raised:
-            self.record.diverge(Property.PROGRESS, str(raised))  # of a refusal: where, should other ranks not refuse
-            status = RankStatus.UNSUPPORTED if raised.unsupported else RankStatus.RAISED
-            return self.record.verdict(status, raised.detail)
-        except CannotGoOnError:
-            return self.record.verdict(RankStatus.RAISED, None)
-        except InterfaceLacksError as lacks:
-            return self.record.verdict(RankStatus.INTERFACE, str(lacks))
-        return self.record.verdict(RankStatus.DONE, None)
-
-    def _subject(self, call: str) -> AbstractContextManager[None]:
-        """Around all that runs code of the subject's, in its environment; whatever is raised there is its affair."""
-        return _SubjectCall(self, call)
-
-    @contextmanager
-    def _blamed(self, call: str) -> Iterator[None]:
-        """Around what the harness does with things of the subject's, in its own environment."""
-        try:
-            if self.faults is not None:
-                self.faults.subject_called()
-            yield
-        except BaseException as error:  # a rank is never interrupted from outside: this too is the subject's
-            raise SubjectRaisedError(f"{self.cls.__name__}.{call}", error) from error
+    def drive(self) -> None:
+        """As :class:`RankDriver` says."""
+        self._build()
+        for plan in steps(self.scenario):
+            self._between(plan)
+            self._step(plan)
+        self.record.drive()
+        self._finish()
+        self.record.finish()
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -363,7 +224,7 @@ class Driver:
         """Drop the subject and all that refers to it: a class may well allow one instance at a time."""
         self.record.end_inspection()
         with self._subject("__del__"):
-            left = _reference_to(self.subject)
+            left = reference_to(self.subject)
             del self.subject, self.master, self.optimizer, self.prober
             if left is None or left() is not None:
                 gc.collect()
@@ -590,15 +451,6 @@ class Driver:
         anywhere, _ = self._over_ranks(shared, False, 0)
         return None if anywhere else order
 
-    @contextmanager
-    def _exchange(self, what: str) -> Iterator[None]:
-        """Around the harness's own collectives, which are not in the log: what fails there is that a peer has gone."""
-        try:
-            with self.context.collectives.paused():
-                yield
-        except RuntimeError as error:
-            raise PeerLostError(f"the harness's own exchange of {what}", error) from error
-
     def _gradient_difference(self, observed: Tensor) -> Difference:
         if not self.record.clean:
             return Difference(0)
@@ -663,12 +515,8 @@ class Driver:
 
     def _squared_norm(self, call: int, bitwise: bool) -> float:
         with self._subject("grad_sq_norm"):
-            returned = self.subject.grad_sq_norm()
-            if not isinstance(returned, Tensor) or returned.numel() != 1 or returned.dtype not in NORM_DTYPES:
-                shown = f"{returned.dtype}{list(returned.shape)}" if isinstance(returned, Tensor) else type(returned)
-                raise TypeError(f"the squared norm must be a floating tensor of one element, it is {shown}")
-            observed = float(returned.detach())
-            bits = bits_of(observed, returned.dtype)
+            observed, dtype = norm_of(self.subject.grad_sq_norm(), "the squared norm")
+            bits = bits_of(observed, dtype)
         self.record.norm(call, bits)
         if self.record.clean:
             exact = self.reference.squared_norm()
@@ -695,7 +543,7 @@ class Driver:
                     observe=lambda: self.witness.norm(call, observed, judged.bound, step, stage),
                     expected=exact.value,
                     actual=observed,
-                    expected_bits=bits_of(float(torch.tensor(exact.value, dtype=returned.dtype)), returned.dtype),
+                    expected_bits=bits_of(float(torch.tensor(exact.value, dtype=dtype)), dtype),
                     actual_bits=bits,
                 )
         return observed
@@ -926,14 +774,6 @@ class Driver:
                 expected=0.0,
                 actual=value,
             )
-
-
-def _reference_to(subject: object) -> weakref.ref[object] | None:
-    """A weak reference; None where the class allows none."""
-    try:
-        return weakref.ref(subject)
-    except TypeError:
-        return None
 
 
 def clip_coefficient(squared_norm: float, max_norm: float) -> float:

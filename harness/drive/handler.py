@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import torch
 
-from harness.drive.driver import Around, Driver
+from harness.drive.calls import Around, RankDriver
 from harness.drive.isolation import Isolation, interrupted
+from harness.drive.systems import driver_of
 from harness.drive.tasks import CheckSubject, SubjectCheck, SubjectName, decode_task, encode
 from harness.drive.trail import Trail
 from harness.errors import exception_text
@@ -18,7 +19,7 @@ from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.order import rule
 from harness.scenario.model import Scenario
 from harness.subjects.builtin import capabilities
-from harness.subjects.load import SubjectError, declared, load_class
+from harness.subjects.load import SubjectError, declared, load_class, system_of
 from harness.verdict import Property, RankStatus, RankVerdict
 
 # The first optimizer of a process makes torch import its compiler, a second of work. This module is imported before
@@ -43,7 +44,8 @@ class LoadedSubjects:
     def check(self, subject: SubjectName) -> SubjectCheck:
         """Whether the class can be driven."""
         try:
-            return SubjectCheck(None, declared(self.load(subject)))
+            cls = self.load(subject)
+            return SubjectCheck(None, declared(cls), system_of(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
 
@@ -61,8 +63,8 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
         cls = subjects.load(task.subject)
         capable = capabilities(task.subject.path)
 
-        def build(around: Around) -> Driver:
-            return Driver(
+        def build(around: Around) -> RankDriver:
+            return driver_of(task.scenario.system)(
                 context,
                 cls,
                 task.subject.args,
@@ -85,7 +87,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     return answer
 
 
-def run_driver(driver: Driver) -> RankVerdict:
+def run_driver(driver: RankDriver) -> RankVerdict:
     """Its verdict, also when code of the class's interrupts the harness: a trace function, a handler of a signal."""
     try:
         return driver.run()
@@ -97,7 +99,9 @@ def run_driver(driver: Driver) -> RankVerdict:
         return driver.record.verdict(RankStatus.RAISED, traceback.format_exc())
 
 
-def run_isolated(isolation: Isolation, path: str, scenario: Scenario, build: Callable[[Around], Driver]) -> RankVerdict:
+def run_isolated(
+    isolation: Isolation, path: str, scenario: Scenario, build: Callable[[Around], RankDriver]
+) -> RankVerdict:
     """Drive a scenario; nothing that the subject does to its process outlasts it.
 
     Args:

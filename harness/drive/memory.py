@@ -78,7 +78,7 @@ def _live_storages() -> dict[int, Any]:
     """By address, each storage that a Python-visible tensor refers to."""
     found: dict[int, Any] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:  # others have no storage
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage
     return found

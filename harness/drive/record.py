@@ -17,6 +17,7 @@ from harness.errors import sendable
 from harness.launch.rank import RankContext
 from harness.launch.tap import LoggedCollective
 from harness.scenario.model import Scenario
+from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.situations import Situation
 from harness.verdict import (
     Collective,
@@ -36,7 +37,11 @@ _SHORT_DTYPES = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "floa
 
 
 class Record:
-    """One rank's notes on one scenario. Only the first divergence counts; later ones are its consequences."""
+    """One rank's notes on one scenario. Only the first divergence counts; later ones are its consequences.
+
+    ``staging``: where one call of the subject's is several stages, the stage that begins with the next collective, by
+    its kind.
+    """
 
     def __init__(self, context: RankContext, scenario: Scenario, trail: Trail) -> None:
         self.divergence: Divergence | None = None
@@ -59,6 +64,7 @@ class Record:
         self._hits: list[int] = []
         self._driven = False
         self._observed: Observation | None = None
+        self.staging: Callable[[str], Stage | None] | None = None
         trail.begin()
         context.collectives.mirror = self._called
         context.collectives.unrecorded = trail.move
@@ -68,7 +74,14 @@ class Record:
         self.step, self.stage = step, stage
         self._trail.enter(step, stage)
 
+    def advance(self, kind: str) -> None:
+        """A collective is about to be called: where ``staging`` says so, that is the beginning of another stage."""
+        stage = None if self.staging is None else self.staging(kind)
+        if stage is not None and stage is not self.stage:
+            self.enter(self.step, stage)
+
     def _called(self, call: LoggedCollective, contribution: object) -> None:
+        self.advance(call.kind)
         dtype = _SHORT_DTYPES.get(call.dtype, call.dtype)
         collective = Collective(call.kind, dtype, call.length, call.group_ranks, self.step, self.stage.value, call.how)
         self._collectives.append(collective)
@@ -147,7 +160,7 @@ class Record:
         if margin is not None:
             self.margin = margin if self.margin is None else max(self.margin, margin)
 
-    def reached(self, situation: Situation) -> None:
+    def reached(self, situation: Situation | MuonSituation) -> None:
         """A situation that only running shows."""
         self._situations.add(situation.value)
 
@@ -155,9 +168,9 @@ class Record:
         """What the subject returned as squared norm; the parent compares the ranks'."""
         self._norms.append(NormObservation(self.step or 0, call, bits))
 
-    def weights(self, digest: str) -> None:
-        """Digest of all compute weights after a gather; the parent compares the ranks'."""
-        self._weights.append(WeightsObservation(self.step or 0, digest))
+    def weights(self, digest: str, group: tuple[int, ...] = ()) -> None:
+        """Digest of all compute weights after a gather; the parent compares the ranks', those of ``group`` if any."""
+        self._weights.append(WeightsObservation(self.step or 0, digest, group))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -190,6 +203,18 @@ class Record:
 
 NORM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CODES = {torch.float64: ">d", torch.float32: ">f", torch.bfloat16: ">f", torch.float16: ">e"}
+
+
+def norm_of(returned: object, what: str) -> tuple[float, torch.dtype]:
+    """The value and the dtype of a norm that a subject returned.
+
+    Raises:
+        TypeError: it is none, called ``what``.
+    """
+    if not isinstance(returned, torch.Tensor) or returned.numel() != 1 or returned.dtype not in NORM_DTYPES:
+        shown = f"{returned.dtype}{list(returned.shape)}" if isinstance(returned, torch.Tensor) else type(returned)
+        raise TypeError(f"{what} must be a floating tensor of one element, it is {shown}")
+    return float(returned.detach()), returned.dtype
 
 
 def bits_of(value: float, dtype: torch.dtype) -> str:

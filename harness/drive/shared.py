@@ -25,6 +25,7 @@ from harness.oracles import contributions
 from harness.oracles.bounds import SquaredNorm
 from harness.oracles.compare import FEW
 from harness.oracles.contributions import Interval
+from harness.oracles.muon import Lineage
 from harness.oracles.reference import UnshardedTrainer
 from harness.scenario.model import Scenario, StepPlan
 from harness.scenario.situations import Situation
@@ -66,6 +67,7 @@ class Shared:
         self._known: dict[Hashable, Any] = {}
         self._steps: dict[int, _Step] = {}
         self._start: _Point | None = None
+        self._lineage: Lineage | None = None
         self._followers = 0
         self._memory: LiveMemory | None = None
         self._arrived: list[_Arrived] = []
@@ -97,6 +99,16 @@ class Shared:
         if self._followers == self.num_ranks:
             self._start = None  # from here on a point lives as long as there is a rank that has not passed it
         return follower
+
+    def lineage(self) -> Lineage | None:
+        """What the Muon trainers of all ranks share, at their start; None where there is one rank. Once a rank."""
+        if self.num_ranks == 1:
+            return None
+        start = self._lineage = self._lineage or Lineage()
+        self._followers += 1
+        if self._followers == self.num_ranks:
+            self._lineage = None  # as above
+        return start
 
     def sums(self, plan: StepPlan, summation: Summation | None, device: torch.device, *, look: bool) -> Sums:
         """The step's reduced gradients, added as ``summation`` says; without one (exact domains) in any order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from harness.scenario.model import Scenario
+from harness.scenario.model import Scenario, System
 from harness.subjects.source import Scalar
 
 
@@ -51,11 +51,13 @@ class RunMany(Struct, frozen=True, tag="many"):
 class SubjectCheck(Struct, frozen=True):
     """``problem`` is None when the class can be driven.
 
-    ``declares``: the names in its ``verify_extensions``: what it takes beyond the contract's space.
+    ``declares``: the names in its ``verify_extensions``: what it takes beyond the contract's space. ``system``: told by
+    its interface.
     """
 
     problem: str | None
     declares: tuple[str, ...] = ()
+    system: System = "zero_master"
 
 
 Task = CheckSubject | RunScenario

@@ -41,8 +41,9 @@ from harness.launch import crew as crews
 from harness.report import result as results
 from harness.report.result import Failure, FuzzSummary, Result, Slowest
 from harness.runner import FULL_CAMPAIGN, CampaignOptions, result_of, undecided_reason
-from harness.scenario.model import CONTRACT
-from harness.scenario.situations import Situation, required
+from harness.scenario.model import CONTRACT, System
+from harness.scenario.systems import Space, required
+from harness.subjects.builtin import known_system
 from harness.tally import Tally
 
 TICK_S = 0.2
@@ -216,6 +217,8 @@ class _Campaign:
         self.saved_tried = not self.saved and not self.database
         self.saved_begun = False
         self._round = functools.lru_cache(maxsize=1024)(functools.partial(rounds.round_of, kept.identity.seed))
+        # Of a class of the user's not known until a worker says what it is.
+        self.system: System = known_system(self.campaign.subject.absolute) or "zero_master"
         self.schedule = Schedule(kept.rounds, self._size, options.examples, tuple(unfinished))
         self.done = _total(kept.rounds.values())
         self.slowest = _slowest(kept.rounds.values())
@@ -324,10 +327,10 @@ class _Campaign:
 
     def _heard(self, worker: Worker, report: Report) -> None:
         match report:
-            case Ready(extension=extension):
-                wanted = required(self.campaign.worlds, self.campaign.bucket, extension)
-                self.required = tuple(situation.value for situation in Situation if situation in wanted)
-                self.extension, worker.ready = extension, True
+            case Ready(system=system, extension=extension):
+                wanted = required(self.campaign.worlds, Space(system, self.campaign.bucket, extension))
+                self.required = tuple(situation.value for situation in wanted)
+                self.system, self.extension, worker.ready = system, extension, True
             case Progress():
                 if worker.task is not None:
                     worker.task.progress = report
@@ -411,7 +414,7 @@ class _Campaign:
                 return
             known = tuple({key for finding in self._here() if finding.complete for key in _keys(finding)})
             order = RunRound(index=due.index, limit=due.limit, known=known)
-            worker.order(order, _Doing(self._round(due.index).kind.value, due.index, due.limit))
+            worker.order(order, _Doing(self._round(due.index, self.system).kind.value, due.index, due.limit))
 
     def _here(self) -> list[Finding]:
         """What is known to be wrong with this subject, as it is now."""
@@ -450,7 +453,7 @@ class _Campaign:
     def _tally(self) -> Tally:
         tally = self.done.plain().tally()
         tally.merge(self.outcome.tally)
-        tally.extension = self.extension
+        tally.system, tally.extension = self.system, self.extension
         return tally
 
     def _show(self, crew: Crew) -> None:

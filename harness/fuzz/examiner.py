@@ -23,7 +23,7 @@ from harness.runner import CLOSELY_EVERY, REPEAT_EVERY, CampaignOptions, saved_f
 from harness.scenario import generate
 from harness.scenario.model import Scenario
 from harness.scenario.relations import RelationReference
-from harness.scenario.situations import reached
+from harness.scenario.systems import reached
 from harness.tally import Tally
 from harness.verdict import Property
 
@@ -220,7 +220,12 @@ class CampaignExaminer:
         given = self._options
         for index in itertools.count(FURTHER):
             yield generate.draw(
-                given.seed, index, given.worlds, bucket=given.bucket, extension=self._evaluator.extension
+                given.seed,
+                index,
+                given.worlds,
+                bucket=given.bucket,
+                extension=self._evaluator.extension,
+                system=self._evaluator.system,
             )
 
     def _of_one(self, found: Found, runs: RelatedEvaluator | None) -> Found:
@@ -232,9 +237,8 @@ class CampaignExaminer:
 
 
 def _seen(scenario: Scenario, evaluation: Evaluation) -> Seen:
-    situations = {situation.value for situation in reached(scenario)} | evaluation.situations
     violated = evaluation.conclusion is Conclusion.VIOLATED
-    return Seen(violated, frozenset(situations), evaluation.margin or 0.0)
+    return Seen(violated, reached(scenario) | evaluation.situations, evaluation.margin or 0.0)
 
 
 class _Keeper:

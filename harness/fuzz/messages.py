@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from harness.scenario.model import CONTRACT, Extension
+from harness.scenario.model import CONTRACT, Extension, System
 from harness.subjects.source import Scalar
 from harness.tally import Counts
 
@@ -79,9 +79,10 @@ class Slow(Struct, frozen=True, array_like=True):
 class Ready(Struct, frozen=True, tag=True, kw_only=True):
     """The ranks are warm, the subject can be used.
 
-    ``extension``: what the subject takes beyond the contract.
+    ``system``, ``extension``: what kind of system the subject is, and what it takes beyond the contract.
     """
 
+    system: System = "zero_master"
     extension: Extension = CONTRACT
 
 

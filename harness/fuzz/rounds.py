@@ -30,12 +30,12 @@ from harness.fuzz import swarm
 from harness.fuzz.machine import FEW_RULES, RULES, state_machine
 from harness.fuzz.swarm import Feature
 from harness.scenario import codec, generate
-from harness.scenario.aims import FREE, Aim, for_fault
-from harness.scenario.model import CONTRACT, Extension, Scenario
-from harness.scenario.relations import Relation, RelationReference, related
-from harness.scenario.situations import RUNTIME, Situation, reached
+from harness.scenario.aims import Aim, for_fault
+from harness.scenario.model import CONTRACT, Extension, Scenario, System
+from harness.scenario.relations import Relation, RelationReference, related, relations_of
 from harness.scenario.smaller import smallest
-from harness.scenario.space import Choices, draw_scenario
+from harness.scenario.space import Choices
+from harness.scenario.systems import RUNTIME, SITUATIONS, Narrow, Space, aimed, reached
 
 _T = TypeVar("_T")
 
@@ -62,17 +62,29 @@ class Kind(enum.Enum):
     RELATED = "related"
 
 
-# Those that a short campaign needs to be a full one come first.
-_KINDS = (
-    Kind.AIMED,
-    Kind.AIMED,
-    Kind.RELATED,
-    Kind.AIMED,
-    Kind.STATEFUL,
-    Kind.TARGETED,
-    Kind.AIMED,
-    Kind.TARGETED,
-)
+# Those that a short campaign needs to be a full one come first. The state machine is one of ZeroMaster.
+_KINDS: dict[System, tuple[Kind, ...]] = {
+    "zero_master": (
+        Kind.AIMED,
+        Kind.AIMED,
+        Kind.RELATED,
+        Kind.AIMED,
+        Kind.STATEFUL,
+        Kind.TARGETED,
+        Kind.AIMED,
+        Kind.TARGETED,
+    ),
+    "muon": (
+        Kind.AIMED,
+        Kind.AIMED,
+        Kind.RELATED,
+        Kind.AIMED,
+        Kind.TARGETED,
+        Kind.AIMED,
+        Kind.RELATED,
+        Kind.TARGETED,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -83,12 +95,14 @@ class Round:
     kind: Kind
     off: frozenset[Feature]
     size: int = ROUND_SIZE
+    system: System = "zero_master"
 
     @property
     def place(self) -> int:
         """Its number among the rounds of its kind."""
-        lap, place = divmod(self.index, len(_KINDS))
-        return lap * _KINDS.count(self.kind) + _KINDS[:place].count(self.kind)
+        kinds = _KINDS[self.system]
+        lap, place = divmod(self.index, len(kinds))
+        return lap * kinds.count(self.kind) + kinds[:place].count(self.kind)
 
 
 class Seen(NamedTuple):
@@ -112,9 +126,10 @@ class Examiner(Protocol):
         """What was examined or related last is a violation: confirm it, make it smaller, save it. Whether to go on."""
 
 
-def round_of(seed: int, index: int) -> Round:
-    """Round number ``index``, from 0, of the campaign ``seed``."""
-    return Round(index, _KINDS[index % len(_KINDS)], swarm.drawn(seed, index))
+def round_of(seed: int, index: int, system: System = "zero_master") -> Round:
+    """Round number ``index``, from 0, of the campaign ``seed`` over a system of this kind."""
+    kinds = _KINDS[system]
+    return Round(index, kinds[index % len(kinds)], swarm.drawn(seed, index), system=system)
 
 
 def run_round(
@@ -141,7 +156,8 @@ def run_round(
     Returns:
         Whether the round was run to its end.
     """
-    context = _Context(this, _seed_of(seed, this), tuple(worlds), bucket, extension, examiner, _database(database))
+    space = Space(this.system, bucket, extension)
+    context = _Context(this, _seed_of(seed, this), tuple(worlds), space, examiner, _database(database))
     if this.kind in (Kind.AIMED, Kind.RELATED):
         return _aimed(context)
     return _Driven(context, _targeted if this.kind is Kind.TARGETED else _stateful).run()
@@ -164,8 +180,7 @@ class _Context(NamedTuple):
     this: Round
     seed: int
     worlds: tuple[int, ...]
-    bucket: int | None
-    extension: Extension
+    space: Space
     examiner: Examiner
     database: ExampleDatabase | None
 
@@ -184,7 +199,7 @@ class _Context(NamedTuple):
                     kept.replace(candidate)
                 return failed
 
-            smallest(scenario, noted, worlds=self.worlds, keep_bucket=self.bucket is not None)
+            smallest(scenario, noted, worlds=self.worlds, keep_bucket=self.space.bucket is not None)
 
         return self.examiner.explain(scenario, smaller)
 
@@ -269,30 +284,30 @@ def merge(source: Path, into: Path) -> int:
 
 
 def _aimed(context: _Context) -> bool:
-    this, seed, worlds, bucket, extension = context[:5]
+    this, seed, worlds, space = context[:4]
 
     def narrow(aim: Aim) -> Aim:
         narrow = swarm.narrowed(aim, this.off)
         return for_fault(narrow) if this.kind is Kind.RELATED else narrow
 
     for index in range(this.place * this.size, (this.place + 1) * this.size):
-        scenario = generate.draw(seed, index, worlds, bucket=bucket, extension=extension, narrow=narrow)
+        scenario = generate.draw(
+            seed, index, worlds, bucket=space.bucket, extension=space.extension, narrow=narrow, system=space.system
+        )
         relation = _relation(scenario, seed, index, worlds) if this.kind is Kind.RELATED else None
         if context.seen(scenario, relation).violated and not context.explained(scenario, relation):
             return False
     return True
 
 
-# A simulated world against real ranks is none of them: those would have to be started beside.
-_RELATIONS = tuple(relation for relation in Relation if relation is not Relation.TIER)
-
-
 def _relation(scenario: Scenario, seed: int, index: int, worlds: tuple[int, ...]) -> RelationReference | None:
     """Relations take turns, passing over those that do not apply; None: none does."""
-    lap, place = divmod(index, len(_RELATIONS))
+    # A simulated world against real ranks is none of them: those would have to be started beside.
+    all_of_them = [relation for relation in relations_of(scenario.system) if relation is not Relation.TIER]
+    lap, place = divmod(index, len(all_of_them))
     # In another order each time: goals take turns too, and each would always meet the same few relations.
     digest = hashlib.blake2b(f"{seed} relations {lap}".encode(), digest_size=16).digest()
-    relations = Random(int.from_bytes(digest, "big")).sample(_RELATIONS, len(_RELATIONS))
+    relations = Random(int.from_bytes(digest, "big")).sample(all_of_them, len(all_of_them))
     for relation in (*relations[place:], *relations[:place]):
         if related(scenario, relation, index, worlds) is not None:
             return RelationReference(relation, index, worlds)
@@ -371,9 +386,8 @@ class _Driven:
 
 
 def _targeted(context: _Context, condition: Fails) -> None:
-    _, _, worlds, bucket, extension = context[:5]
-    aim = swarm.narrowed(FREE, context.this.off)
-    make = functools.partial(_free, worlds=worlds, bucket=bucket, extension=extension, aim=aim)
+    narrow = functools.partial(swarm.narrowed, off=context.this.off)
+    make = functools.partial(_free, worlds=context.worlds, space=context.space, narrow=narrow)
     with generate.nothing_stored(), contextlib.suppress(NoSuchExample):
         find(
             generate.strategy(make),
@@ -384,17 +398,17 @@ def _targeted(context: _Context, condition: Fails) -> None:
 
 
 def _stateful(context: _Context, condition: Fails) -> None:
-    this, seed, worlds, bucket, extension = context[:5]
-    machine = state_machine(condition, worlds=worlds, bucket=bucket, extension=extension, off=this.off)
+    this, seed, worlds, space = context[:4]
+    machine = state_machine(condition, worlds=worlds, bucket=space.bucket, extension=space.extension, off=this.off)
     settings = generate.quietly(this.size, _PHASES, FEW_RULES if Feature.MANY_STEPS in this.off else RULES)
     with generate.nothing_stored():
         run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
 
 
-def _free(choices: Choices, *, worlds: Sequence[int], bucket: int | None, extension: Extension, aim: Aim) -> Scenario:
+def _free(choices: Choices, *, worlds: Sequence[int], space: Space, narrow: Narrow) -> Scenario:
     """A scenario without a goal."""
     world = choices.of(sorted(set(worlds)))
-    return draw_scenario(choices, world, aim, choices.number(0, 2**31), bucket, extension)
+    return aimed(choices, None, world, choices.number(0, 2**31), space, narrow)
 
 
 # Of so many scenarios that are drawn freely, how many are in a situation says how rare it is.
@@ -405,20 +419,23 @@ _RUNTIME_BITS = 2.0
 
 def _rarity(context: _Context, reached: Collection[str]) -> float:
     """How unlikely it is to reach so many rare situations at once (bits)."""
-    worth = _worth(context.worlds, context.bucket, context.extension)
-    return math.fsum(worth[name] for name in sorted(reached))
+    worth = _worth(context.worlds, context.space)
+    return math.fsum(worth.get(name, 0.0) for name in sorted(reached))
 
 
 @functools.lru_cache(maxsize=4)
-def _worth(worlds: tuple[int, ...], bucket: int | None, extension: Extension) -> Mapping[str, float]:
+def _worth(worlds: tuple[int, ...], space: Space) -> Mapping[str, float]:
     """By situation: the rarer among free scenarios, the more (bits)."""
     found: Counter[str] = Counter()
     random = Random(0)
     for _ in range(_SAMPLE):
-        scenario = _free(_RandomChoices(random), worlds=worlds, bucket=bucket, extension=extension, aim=FREE)
-        found.update(situation.value for situation in reached(scenario))
-    worth = {situation.value: math.log2((_SAMPLE + 1) / (found[situation.value] + 1)) for situation in Situation}
-    return worth | {situation.value: _RUNTIME_BITS for situation in RUNTIME}
+        scenario = _free(_RandomChoices(random), worlds=worlds, space=space, narrow=generate.as_is)
+        found.update(reached(scenario))
+    worth = {
+        situation.value: math.log2((_SAMPLE + 1) / (found[situation.value] + 1))
+        for situation in SITUATIONS[space.system]
+    }
+    return worth | {situation.value: _RUNTIME_BITS for situation in RUNTIME[space.system]}
 
 
 class _RandomChoices(Choices):

@@ -54,7 +54,7 @@ def _serve(channel: Channel) -> None:
             evaluator.prepare(setup.worlds[0])
             if setup.canaries:
                 check_canaries(pool, setup.worlds[0])
-            line.say(Ready(extension=evaluator.extension))
+            line.say(Ready(system=evaluator.system, extension=evaluator.extension))
             _Worker(setup, evaluator, line).obey(channel)
     except UsageError as error:
         line.say(Trouble("usage", str(error)))
@@ -149,7 +149,7 @@ class _Worker:
     def _round(self, order: RunRound) -> bool:
         setup = self._setup
         whole = rounds.run_round(
-            rounds.round_of(setup.seed, order.index),
+            rounds.round_of(setup.seed, order.index, self._evaluator.system),
             seed=setup.seed,
             worlds=setup.worlds,
             bucket=None,
@@ -186,7 +186,9 @@ class _Worker:
 
     def _takes(self, scenario: Scenario) -> bool:
         """Whether it could be a scenario of this campaign: it may come from another subject's."""
-        return scenario.world <= max(self._setup.worlds) and not beyond(scenario, self._evaluator.extension)
+        if scenario.system != self._evaluator.system or scenario.world > max(self._setup.worlds):
+            return False
+        return not beyond(scenario, self._evaluator.extension)
 
     def _still(self, finding: state.Finding, case: codec.Case) -> bool:
         """Try one of them. Whether to go on."""

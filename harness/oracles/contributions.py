@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.oracles.bounds import FP32_MAX, any_order_sum_bound
+from harness.oracles.bounds import FP32_MAX, FP32_UNDERFLOW, U32, any_order_sum_bound
 from harness.oracles.order import Order, add, fold, uniform
 from harness.scenario.model import Domain, Scenario, StepPlan
 from harness.scenario.situations import Situation
@@ -41,6 +41,14 @@ class Reduced:
     value: NDArray[np.float32]
     num_contributions: int
     shows: frozenset[Situation]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Whose gradients are added up, and what their sum is divided by, once: of a mean over some of the ranks."""
+
+    ranks: tuple[int, ...]
+    divisor: float
 
 
 class Nesting(enum.Enum):
@@ -73,12 +81,16 @@ def contribution(
     """The gradient that ``rank`` has for ``parameter`` in the ``part``-th part of a step; None where it has none.
 
     fp32 ``[numel]``, a new array; exact in the parameter's dtype as long as the scenario's exponents fit that dtype.
+    Of system ``"muon"`` each is a multiple of ``scenario.muon.multiple``.
     """
     plan = step.parts[part]
     if parameter in plan.none[rank]:
         return None
     contributor, listed = plan.contributors[rank], scenario.parameters[parameter]
-    return gradient_of(scenario.seed, contributor, step.index, listed, parameter, scenario.values)
+    gradient = gradient_of(scenario.seed, contributor, step.index, listed, parameter, scenario.values)
+    if scenario.muon is not None:
+        gradient *= np.float32(scenario.muon.multiple)
+    return gradient
 
 
 def has_gradient(scenario: Scenario, step: StepPlan, rank: int, part: int) -> bool:
@@ -87,15 +99,18 @@ def has_gradient(scenario: Scenario, step: StepPlan, rank: int, part: int) -> bo
     return any(parameter not in missing for parameter in range(len(scenario.parameters)))
 
 
-def reduced(scenario: Scenario, step: StepPlan, parameter: int, *, look: bool = True) -> Reduced:
+def reduced(
+    scenario: Scenario, step: StepPlan, parameter: int, share: Share | None = None, *, look: bool = True
+) -> Reduced:
     """Sum of all ranks' and parts' gradients of one parameter, added in fp32: parts in order, then ranks in order.
 
-    Without ``look`` nothing is said in ``shows``: to find it out takes about as long as the sum.
+    ``share``: of these ranks alone, and divided once. Without ``look`` nothing is said in ``shows``: to find it out
+    takes about as long as the sum.
     """
     total: NDArray[np.float32] | None = None
     num_contributions = 0
     shows: set[Situation] | None = set() if look else None
-    for rank in range(scenario.world):
+    for rank in range(scenario.world) if share is None else share.ranks:
         own, count = _own_sum(scenario, step, rank, parameter, shows)
         num_contributions += count
         if own is None:
@@ -103,9 +118,12 @@ def reduced(scenario: Scenario, step: StepPlan, parameter: int, *, look: bool = 
         if total is None:
             total = own
         else:
-            total += own
+            with np.errstate(over="ignore", invalid="ignore"):  # of the general domain
+                total += own
     if total is None:
         total = np.zeros(scenario.parameters[parameter].numel, np.float32)
+    if share is not None:
+        total /= np.float32(share.divisor)
     if shows is not None and _wide(total):
         shows.add(Situation.WIDE_REDUCED_VALUE)
     return Reduced(total, num_contributions, frozenset(shows or ()))
@@ -190,18 +208,40 @@ def _extreme(array: NDArray[np.float32]) -> bool:
     return bool((subnormal | ((magnitude >= _LARGEST) & np.isfinite(magnitude))).any())
 
 
-def interval(scenario: Scenario, step: StepPlan, parameter: int) -> Interval:
+def interval(scenario: Scenario, step: StepPlan, parameter: int, share: Share | None = None) -> Interval:
     """Center and rounding bound of one parameter's reduced gradient over every order of fp32 additions.
 
-    The center is a sum in fp64; its own rounding error is part of the bound.
+    The center is a sum in fp64; its own rounding error is part of the bound. ``share``: as for :func:`reduced`.
     """
     terms = []
-    for rank in range(scenario.world):
+    for rank in range(scenario.world) if share is None else share.ranks:
         for part in range(len(step.parts)):
             array = contribution(scenario, step, rank, part, parameter)
             if array is not None:
                 terms.append(array)
-    return any_order(terms, scenario.parameters[parameter].numel)
+    found = any_order(terms, scenario.parameters[parameter].numel)
+    return found if share is None else divided(found, share.divisor, exact=len(terms) <= 2)
+
+
+def divided(sums: Interval, divisor: float, *, exact: bool) -> Interval:
+    """Where the quotients of such sums are, each divided once in fp32 by ``divisor`` (above 0).
+
+    A sum ``s`` within ``bound`` of its center ``c`` gives ``fl(s / d)``, off from ``s / d`` by at most ``u |s / d|``,
+    or ``2**-150`` where the quotient is subnormal: within ``bound / d + u (|c| + bound) / d + 2**-150`` of ``c / d``.
+    ``c / d`` is itself rounded in fp64, and ``d`` may be no fp32 number: both are relative errors of ``2 u`` at most.
+
+    ``exact``: all of ``sums`` are fp32 numbers, known exactly, so that their quotients are known too.
+    """
+    if exact:
+        with np.errstate(over="ignore", invalid="ignore"):
+            quotients = sums.center.astype(np.float32) / np.float32(divisor)
+        return Interval(quotients.astype(np.float64), np.zeros_like(sums.bound), sums.overflows)
+    with np.errstate(over="ignore", invalid="ignore"):
+        center = sums.center / divisor
+        largest = (np.abs(sums.center) + sums.bound) / divisor
+        finite = np.isfinite(center)
+        bound = np.where(finite, sums.bound / divisor + 3 * U32 * largest + FP32_UNDERFLOW, 0.0)
+    return Interval(center, bound, sums.overflows | (finite & (largest > FP32_MAX)))
 
 
 def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:

@@ -191,7 +191,7 @@ def _norms(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Diverg
                 expected_bits=expected,
                 actual_bits=actual,
                 ulps=_ulps(expected, actual),
-                message=f"the squared norm {which} is not the same on all ranks: "
+                message=f"the norm {which} is not the same on all ranks: "
                 f"{ranks_text(agreeing)} got {expected}, {ranks_text(differing)} {actual}",
             )
         )
@@ -199,13 +199,13 @@ def _norms(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Diverg
 
 
 def _weights(verdicts: Sequence[RankVerdict], checks: Counter[str]) -> list[Divergence]:
-    observed: dict[int, dict[int, str]] = defaultdict(dict)
+    observed: dict[tuple[int, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for verdict in verdicts:
         for weights in verdict.weights:
-            observed[weights.step][verdict.rank] = weights.digest
-    _same_steps(verdicts, observed.values(), "weights")
+            observed[weights.step, weights.group][verdict.rank] = weights.digest
+    _same_steps(verdicts, [by_rank for (_, group), by_rank in observed.items() if not group], "weights")
     found = []
-    for step, by_rank in observed.items():
+    for (step, _), by_rank in observed.items():
         if len(by_rank) < 2:
             continue
         checks[Property.AGREEMENT.value] += 1

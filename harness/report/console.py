@@ -20,7 +20,8 @@ from rich.text import Text
 
 from harness.faults import language
 from harness.report.result import Failure, FuzzSummary, Result
-from harness.scenario.model import Build, Clip, Discard, Load, Rate, Scenario, Skip, Values, steps
+from harness.scenario.model import Build, Clip, Discard, Load, Rate, Reload, Scenario, Skip, Values, steps
+from harness.scenario.muon import AdaptiveClip, Muon, MuonSettings, Sharding
 from harness.verdict import Oracle, Property, RankAccount
 
 LINE_INTERVAL_S = 5.0
@@ -60,7 +61,7 @@ def visible(text: str) -> str:
 BOUND_LINE = "  bound        no fixed order of addition explains these: right within rounding, not bit for bit"
 
 
-_SHOWN = {Clip: "clip", Discard: "discard", Skip: "skip", Rate: "new rate", Load: "load"}
+_SHOWN = {Clip: "clip", Discard: "discard", Skip: "skip", Rate: "new rate", Load: "load", Reload: "reload"}
 
 
 def describe(scenario: Scenario) -> str:
@@ -71,6 +72,8 @@ def describe(scenario: Scenario) -> str:
     extras += [name for name in ("amsgrad", "maximize") if getattr(scenario.optimizer, name)]
     if any(isinstance(operation, Build) for operation in scenario.operations[1:]):
         extras.append("rebuild")
+    if scenario.muon is not None:
+        extras += _muon_words(scenario.muon)
     words = [
         f"world {scenario.world}",
         f"{count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
@@ -81,6 +84,36 @@ def describe(scenario: Scenario) -> str:
         *(f"fault: {language.text(fault)}" for fault in scenario.faults),
     ]
     return ", ".join(words)
+
+
+def _muon_words(muon: Muon) -> list[str]:
+    """What of a Muon scenario is not as plain as can be."""
+    sharding, plain = muon.sharding, Sharding()
+    marks = muon.marks
+    splits = sorted({mark.split for mark in marks if mark.split != "none"})
+    uses = sorted({mark.use for mark in marks if mark.use != "once"})
+    announced = f" of {count(sharding.accumulate_steps, 'part')}" if sharding.accumulate_steps > 1 else ""
+    clip = "adaptive clip" if isinstance(muon.clip, AdaptiveClip) else "clip"
+    shown = {
+        count(sum(mark.muon for mark in marks), "matrix", "matrices"): True,
+        f"cut as {' and '.join(splits)}": bool(splits),
+        count(len(muon.colors), "colour"): bool(muon.colors),
+        "unfused": not sharding.fused,
+        "owners by size": sharding.owner_rule != plain.owner_rule,
+        f"overlap{announced}": sharding.comm_overlap,
+        "no_sync": muon.no_sync,
+        f"two hops over nodes of {sharding.local_world_size}": sharding.two_hop,
+        "assigned gradients": muon.backward == "assign",
+        f"used {' and '.join(uses)}": bool(uses),
+        "main_grad": any(mark.main_grad for mark in marks),
+        "skip_missing": sharding.skip_missing,
+        "released gradients": sharding.release_gradients,
+        "released weights": muon.release_color is not None,
+        "fused states": sharding.fuse_optimizer_states,
+        clip: muon.clip is not None,
+        "other settings": muon.settings != MuonSettings(),
+    }
+    return [words for words, holds in shown.items() if holds]
 
 
 def _domain(values: Values) -> str:
@@ -377,9 +410,9 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in order.items()) or "nothing"
 
 
-def count(number: int, noun: str) -> str:
-    """``1 round``, ``2 rounds``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 round``, ``2 rounds``; ``1 matrix``, ``2 matrices``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or f'{noun}s'}"
 
 
 def _has(scenario: Scenario, kind: type) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 import harness
+from harness.scenario.model import System
 from harness.verdict import RankAccount
 
 SCHEMA = 1
@@ -131,6 +132,7 @@ class FuzzSummary(Struct, frozen=True, kw_only=True):
 class Result(Struct, frozen=True, kw_only=True):
     """One campaign's or replay's result; ``seconds`` is wall time, rates are examples per second.
 
+    ``system``: what kind of system the subject is.
     ``order``, ``schedule``: of simulated worlds (backend sim), in what order sums were added and how ranks took turns.
     ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
     ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
@@ -164,6 +166,7 @@ class Result(Struct, frozen=True, kw_only=True):
     margin: float | None = None
     missing: tuple[str, ...] = ()
     fuzz: FuzzSummary | None = None
+    system: System = "zero_master"
     schema: int = SCHEMA
 
     @property

@@ -26,6 +26,7 @@ from msgspec import Meta, Struct
 
 from harness.errors import CaseError
 from harness.faults.language import KINDS, Corrupt, Hang
+from harness.scenario import muon
 from harness.scenario.model import MAX_ELEMENTS, SCHEMA_VERSION, Count, Domain, Operation, Parameter, Scenario, check
 from harness.scenario.relations import Relation, RelationReference
 from harness.verdict import Stage
@@ -91,12 +92,20 @@ _CHOICES = {
     "op": [operation.__struct_config__.tag for operation in typing.get_args(Operation)],
     "dtype": ["bf16", "fp16", "fp32"],
     "domain": [domain.value for domain in Domain],
-    "system": ["zero_master"],
+    "system": ["zero_master", "muon"],
     "name": [relation.value for relation in Relation],
     "fault": list(KINDS),
     "stage": [stage.value for stage in Stage],
     "how": _literals(Hang, "how"),
     "what": _literals(Corrupt, "what"),
+    "kind": [form.__struct_config__.tag for form in (muon.GlobalClip, muon.AdaptiveClip)],
+    "split": _literals(muon.Mark, "split"),
+    "use": _literals(muon.Mark, "use"),
+    "coefficients": _literals(muon.MuonSettings, "coefficients"),
+    "ns_dtype": _literals(muon.MuonSettings, "ns_dtype"),
+    "scale": _literals(muon.MuonSettings, "scale"),
+    "owner_rule": _literals(muon.Sharding, "owner_rule"),
+    "backward": _literals(muon.Muon, "backward"),
 }
 
 
@@ -109,6 +118,8 @@ def encode(case: Case) -> bytes:
     fields = {**header, **msgspec.to_builtins(case.scenario)}
     if not case.scenario.faults:
         del fields["faults"]
+    if case.scenario.muon is None:
+        del fields["muon"]
     if case.subject is not None:
         fields["subject"] = msgspec.to_builtins(case.subject)
     if case.relation is not None:

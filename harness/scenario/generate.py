@@ -20,10 +20,10 @@ import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, configuration, find, settings
 from hypothesis import strategies as st
 
-from harness.scenario.aims import AIMS, FREE, Aim, for_fault
-from harness.scenario.model import CONTRACT, Extension, Scenario
-from harness.scenario.situations import GOALS, Situation, can_hold
-from harness.scenario.space import Choices, draw_fault, draw_scenario
+from harness.scenario.aims import Aim, for_fault
+from harness.scenario.model import CONTRACT, Extension, Scenario, System
+from harness.scenario.space import Choices, draw_fault
+from harness.scenario.systems import GOALS, Goal, Narrow, Space, aimed, can_hold
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ class Turn(NamedTuple):
     """What one example of a campaign is for."""
 
     world: int
-    goal: Situation
+    goal: Goal
 
 
 def _checked(worlds: Sequence[int]) -> Sequence[int]:
@@ -97,46 +97,40 @@ def _checked(worlds: Sequence[int]) -> Sequence[int]:
     return worlds
 
 
-Narrow = Callable[[Aim], Aim]
-"""Asks more of a scenario than its goal does, never anything that the goal cannot have."""
-
-
-def _as_is(aim: Aim) -> Aim:
+def as_is(aim: Aim) -> Aim:
+    """Asks nothing more."""
     return aim
 
 
 @st.composite
-def _example(
-    draw: st.DrawFn,
-    this: Turn,
-    seed: int,
-    bucket: int | None,
-    fault: bool,
-    extension: Extension,
-    narrow: Narrow,
-) -> Scenario | None:
+def _example(draw: st.DrawFn, this: Turn, seed: int, space: Space, fault: bool, narrow: Narrow) -> Scenario | None:
     """None: the simplest example, of which nothing more is drawn."""
     choices = _HypothesisChoices(draw)
     if choices.number(0, _MOST) == 0:
         return None
-    aim = narrow(AIMS[this.goal])
-    scenario = draw_scenario(choices, this.world, for_fault(aim) if fault else aim, seed, bucket, extension)
+    exact: Narrow = for_fault if fault else as_is
+    scenario = aimed(choices, this.goal, this.world, seed, space, lambda aim: exact(narrow(aim)))
     if fault:
         scenario = msgspec.structs.replace(scenario, faults=(draw_fault(choices, scenario),))
     return scenario
 
 
 @st.composite
-def _scenarios(draw: st.DrawFn, worlds: tuple[int, ...], bucket: int | None, extension: Extension) -> Scenario:
+def _scenarios(draw: st.DrawFn, worlds: tuple[int, ...], space: Space) -> Scenario:
     choices = _HypothesisChoices(draw)
     world = choices.of(worlds)
-    goal = choices.of((None, *GOALS))
-    aim = AIMS[goal] if goal is not None and can_hold(goal, world, bucket, extension) else FREE
-    return draw_scenario(choices, world, aim, choices.number(0, 2**31), bucket, extension)
+    goal = choices.of((None, *GOALS[space.system]))
+    if goal is not None and not can_hold(goal, world, space):
+        goal = None
+    return aimed(choices, goal, world, choices.number(0, 2**31), space, as_is)
 
 
 def scenarios(
-    worlds: Sequence[int] = (1, 2, 3, 4), *, bucket: int | None = None, extension: Extension = CONTRACT
+    worlds: Sequence[int] = (1, 2, 3, 4),
+    *,
+    bucket: int | None = None,
+    extension: Extension = CONTRACT,
+    system: System = "zero_master",
 ) -> st.SearchStrategy[Scenario]:
     """A strategy for use under ``@given``: any world of ``worlds``, any goal or none.
 
@@ -144,18 +138,26 @@ def scenarios(
         worlds: numbers of ranks to choose from.
         bucket: fixes the requested bucket size (elements).
         extension: what beyond the contract's space may be drawn.
+        system: which kind of system they are of.
     """
-    return _scenarios(tuple(sorted(set(_checked(worlds)))), bucket, extension)
+    return _scenarios(tuple(sorted(set(_checked(worlds)))), Space(system, bucket, extension))
 
 
-def turn(index: int, worlds: Sequence[int], *, bucket: int | None = None, extension: Extension = CONTRACT) -> Turn:
+def turn(
+    index: int,
+    worlds: Sequence[int],
+    *,
+    bucket: int | None = None,
+    extension: Extension = CONTRACT,
+    system: System = "zero_master",
+) -> Turn:
     """The world and the goal of example number ``index``: worlds go round, and each takes the goal most in need.
 
     That is one that was aimed at least often so far, of those that the world can have. So the campaign has aimed at
     every goal after as many examples as there are goals, and at any time about as often at one as at another; and each
     world goes through all of its goals, again and again.
     """
-    cycle = _cycle(tuple(_checked(worlds)), bucket, extension)
+    cycle = _cycle(tuple(_checked(worlds)), Space(system, bucket, extension))
     return cycle[index % len(cycle)]
 
 
@@ -167,24 +169,25 @@ _MOST_OFTEN = 8
 
 
 @functools.lru_cache(maxsize=64)
-def _cycle(worlds: tuple[int, ...], bucket: int | None, extension: Extension) -> tuple[Turn, ...]:
+def _cycle(worlds: tuple[int, ...], space: Space) -> tuple[Turn, ...]:
     """All turns, up to where they begin again: so few that the turn of any example is at hand."""
     # Goals by their place in the list: it decides between those equally in need.
-    places = range(len(GOALS))
-    held = {world: [place for place in places if can_hold(GOALS[place], world, bucket, extension)] for world in worlds}
+    goals = GOALS[space.system]
+    places = range(len(goals))
+    held = {world: [place for place in places if can_hold(goals[place], world, space)] for world in worlds}
     num_worlds = [sum(place in held[world] for world in held) for place in places]
-    aimed = [0] * len(GOALS)
-    taken = {world: [0] * len(GOALS) for world in worlds}
+    aimed_at = [0] * len(goals)
+    taken = {world: [0] * len(goals) for world in worlds}
     cycle: list[Turn] = []
     while any(taken[world][place] < _ROUNDS for world in held for place in held[world]):
         for world in worlds:
             mine = taken[world]
             most = _MOST_OFTEN * (1 + min(mine[place] for place in held[world]))
-            needs = ((aimed[at], mine[at], num_worlds[at], at) for at in held[world] if mine[at] < most)
+            needs = ((aimed_at[at], mine[at], num_worlds[at], at) for at in held[world] if mine[at] < most)
             *_, place = min(needs)
-            aimed[place] += 1
+            aimed_at[place] += 1
             mine[place] += 1
-            cycle.append(Turn(world, GOALS[place]))
+            cycle.append(Turn(world, goals[place]))
     return tuple(cycle)
 
 
@@ -230,7 +233,8 @@ def draw(
     bucket: int | None = None,
     fault: bool = False,
     extension: Extension = CONTRACT,
-    narrow: Narrow = _as_is,
+    narrow: Narrow = as_is,
+    system: System = "zero_master",
 ) -> Scenario:
     """Example number ``index`` of the campaign ``seed``: the same arguments give the same scenario.
 
@@ -242,15 +246,18 @@ def draw(
         fault: with one fault, on exact sums (:func:`harness.scenario.space.draw_fault`).
         extension: what beyond the contract's space may be drawn.
         narrow: what is asked of the scenario beside its goal.
+        system: which kind of system it is of.
 
     Raises:
-        ValueError: no worlds, or one below 1.
+        ValueError: no worlds, or one below 1; or a fault in a scenario of a system that none are drawn for.
     """
-
+    if fault and system != "zero_master":
+        raise ValueError(f"faults are drawn for system 'zero_master' alone, not for {system!r}")
+    space = Space(system, bucket, extension)
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=16).digest()
     data_seed = int.from_bytes(digest[:8], "big") >> 1
-    this = turn(index, worlds, bucket=bucket, extension=extension)
-    example = _example(this, data_seed, bucket, fault, extension, narrow)
+    this = turn(index, worlds, bucket=bucket, extension=extension, system=system)
+    example = _example(this, data_seed, space, fault, narrow)
     random = Random(int.from_bytes(digest[8:], "big"))
 
     def found(scenario: Scenario | None) -> bool:

@@ -19,6 +19,8 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from harness.faults.language import MAX_FAULTS, Ending, Fault, Slow, place_problem
+from harness.scenario import muon_check
+from harness.scenario.muon import Muon
 from harness.scenario.partition import round_bucket
 
 SCHEMA_VERSION: Final = 1
@@ -194,17 +196,25 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag=
     version: Annotated[int, Meta(ge=0, le=255)]
 
 
-Between = Build | Rate | Load
+class Reload(Struct, frozen=True, forbid_unknown_fields=True, tag_field="op", tag="reload"):
+    """Between two steps, of system ``"muon"``: save the state, construct both optimizers anew, and load it there."""
+
+
+Between = Build | Rate | Load | Reload
 """What may stand between two steps."""
 
-Operation = Build | Part | Clip | Step | Discard | Skip | Rate | Load
+Operation = Build | Part | Clip | Step | Discard | Skip | Rate | Load | Reload
+
+
+System = Literal["zero_master", "muon"]
+"""What kind of system a scenario drives."""
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     """One complete input.
 
     ``operations``: a build; then, per step, parts, an optional clip, and a step or a discard. ``faults``: what some
-    ranks are to do wrong in it (:mod:`harness.faults.language`).
+    ranks are to do wrong in it (:mod:`harness.faults.language`). ``muon``: of system ``"muon"`` alone.
     """
 
     world: World
@@ -214,8 +224,9 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     optimizer: AdamW
     operations: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=100_000)]
     version: Literal[1] = SCHEMA_VERSION
-    system: Literal["zero_master"] = "zero_master"
+    system: System = "zero_master"
     faults: Annotated[tuple[Fault, ...], Meta(max_length=MAX_FAULTS)] = ()
+    muon: Muon | None = None
 
     @property
     def numel(self) -> int:
@@ -344,11 +355,25 @@ def check(scenario: Scenario) -> str | None:
         return "values.nonfinite: without special values there are none that are not finite"
     if not isinstance(scenario.operations[0], Build):
         return "operations[0]: the first operation must be a build"
+    return (
+        _system_problem(scenario)
+        or _operations_problem(scenario)
+        or _faults_problem(scenario)
+        or _muon_problem(scenario)
+        or exact_sums_problem(scenario)
+        or _work_problem(scenario)
+    )
+
+
+def _operations_problem(scenario: Scenario) -> str | None:
     num_parts = 0
     clipped = False
     for index, operation in enumerate(scenario.operations):
         path = f"operations[{index}]"
-        if isinstance(operation, Build | Rate | Load):
+        if isinstance(operation, _NOT_OF[scenario.system]):
+            tag = operation.__struct_config__.tag
+            return f"{path}: a {tag} is no operation of system {scenario.system!r}"
+        if isinstance(operation, Build | Rate | Load | Reload):
             if num_parts:
                 return f"{path}: a {operation.__struct_config__.tag} within a step"
         elif isinstance(operation, Part):
@@ -376,7 +401,28 @@ def check(scenario: Scenario) -> str | None:
             num_parts, clipped = 0, False
     if len(scenario.operations) > 1 and not isinstance(scenario.operations[-1], Step | Discard | Skip):
         return "operations: the last step is not finished by a step, a skip or a discard"
-    return _faults_problem(scenario) or exact_sums_problem(scenario) or _work_problem(scenario)
+    return None
+
+
+_NOT_OF: dict[str, tuple[type, ...]] = {"zero_master": (Reload,), "muon": (Clip, Load)}
+"""Operations that a system does not have: Muon clips by itself, and masters alone say what its weights are."""
+
+
+def _system_problem(scenario: Scenario) -> str | None:
+    if scenario.system == "muon" and scenario.muon is None:
+        return "muon: missing, system 'muon' needs it"
+    if scenario.system != "muon" and scenario.muon is not None:
+        return f"muon: given, but the system is {scenario.system!r}"
+    return None
+
+
+def _muon_problem(scenario: Scenario) -> str | None:
+    return None if scenario.muon is None else muon_check.problem(scenario, scenario.muon, _most_parts(scenario))
+
+
+def _most_parts(scenario: Scenario) -> int:
+    """Parts of the step that has the most."""
+    return max((len(step.parts) for step in steps(scenario)), default=0)
 
 
 def _sources_problem(parameter: Parameter) -> str | None:
@@ -426,8 +472,8 @@ def exact_sums_problem(scenario: Scenario) -> str | None:
     values = scenario.values
     if values.domain is Domain.GENERAL:
         return None
-    num_contributions = scenario.world * max((len(step.parts) for step in steps(scenario)), default=0)
-    total = num_contributions * values.max_k
+    multiple = 1 if scenario.muon is None else scenario.muon.multiple
+    total = scenario.world * _most_parts(scenario) * values.max_k * multiple
     if total >= 2**24:
         return f"values.max_k: sums reach {total}, exact in fp32 only below 2**24"
     if values.domain is Domain.NORM_EXACT:

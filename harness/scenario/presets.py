@@ -35,10 +35,11 @@ MAX_ROUNDING = 2**22
 
 @dataclass(frozen=True)
 class Preset:
-    """A named list of parameters."""
+    """A named list of parameters; ``ends``: its embeddings and its output head, by name."""
 
     summary: str
     shapes: Callable[[], Shapes]
+    ends: tuple[str, ...]
 
 
 def parameters(name: str) -> tuple[Parameter, ...]:
@@ -52,6 +53,16 @@ def parameters(name: str) -> tuple[Parameter, ...]:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"no preset {name!r}, expected one of {', '.join(PRESETS)}{hint}")
     return tuple(Parameter(*named) for named in PRESETS[name].shapes())
+
+
+def muon_matrices(name: str) -> tuple[Parameter, ...]:
+    """Those parameters of a preset that are Muon's by custom: every 2-D matrix but embeddings and the output head.
+
+    Raises:
+        UsageError: no such preset.
+    """
+    listed = parameters(name)
+    return tuple(item for item in listed if len(item.shape) == 2 and item.name not in PRESETS[name].ends)
 
 
 def campaign(parameters: Sequence[Parameter], world: int, bucket: int, seed: int, examples: int = 3) -> list[Scenario]:
@@ -169,14 +180,27 @@ def _mlp(*widths: int) -> Shapes:
         yield f"{2 * layer}.bias", (narrow,)
 
 
+_GPT2_ENDS = ("transformer.wte.weight", "transformer.wpe.weight")
+_LLAMA_ENDS = ("model.embed_tokens.weight",)
+
 PRESETS: dict[str, Preset] = {
-    "tiny-mlp": Preset("three linear layers, 5,898 elements in 6 tensors", lambda: _mlp(16, 64, 64, 10)),
-    "tiny-gpt": Preset("GPT-2 of 2 narrow layers, 7,872 elements in 28 tensors", lambda: _gpt2(64, 16, 16, 2)),
-    "gpt2": Preset("GPT-2 124M, 124,439,808 elements in 148 tensors", lambda: _gpt2(50257, 1024, 768, 12)),
+    "tiny-mlp": Preset(
+        "three linear layers, 5,898 elements in 6 tensors", lambda: _mlp(16, 64, 64, 10), ends=("4.weight",)
+    ),
+    "tiny-gpt": Preset(
+        "GPT-2 of 2 narrow layers, 7,872 elements in 28 tensors", lambda: _gpt2(64, 16, 16, 2), ends=_GPT2_ENDS
+    ),
+    "gpt2": Preset(
+        "GPT-2 124M, 124,439,808 elements in 148 tensors", lambda: _gpt2(50257, 1024, 768, 12), ends=_GPT2_ENDS
+    ),
     "qwen2.5-0.5b": Preset(
-        "Qwen2.5-0.5B, 494,032,768 elements in 290 tensors", lambda: _llama(151936, 896, 24, 4864, 128, bias=True)
+        "Qwen2.5-0.5B, 494,032,768 elements in 290 tensors",
+        lambda: _llama(151936, 896, 24, 4864, 128, bias=True),
+        ends=_LLAMA_ENDS,
     ),
     "llama-3.2-1b": Preset(
-        "Llama-3.2-1B, 1,235,814,400 elements in 146 tensors", lambda: _llama(128256, 2048, 16, 8192, 512, bias=False)
+        "Llama-3.2-1B, 1,235,814,400 elements in 146 tensors",
+        lambda: _llama(128256, 2048, 16, 8192, 512, bias=False),
+        ends=_LLAMA_ENDS,
     ),
 }

@@ -18,23 +18,20 @@ from typing import Annotated, NamedTuple, TypeVar
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from harness.scenario import muon_relations
+from harness.scenario.layouts import listing, permuted, picked, regrouped, shuffled, traced, with_parts
 from harness.scenario.model import (
     MAX_WORLD,
     AdamW,
     Build,
-    Clip,
-    Discard,
     Domain,
-    Operation,
     Parameter,
     Part,
     Scenario,
-    Skip,
     Source,
-    Step,
+    System,
     World,
     check,
-    sources,
     steps,
 )
 from harness.scenario.partition import round_bucket
@@ -64,6 +61,10 @@ class Relation(enum.Enum):
     JOIN = "join"
     SCALE = "scale"
     PATH = "path"
+    OVERLAP = "overlap"
+    HOP = "hop"
+    FUSION = "fusion"
+    OWNER = "owner"
     TIER = "tier"
 
 
@@ -77,6 +78,10 @@ SUMMARIES = {
     Relation.SCALE: "gradients and eps times a power of two give the same weights, and norms times its square, "
     "bit for bit",
     Relation.PATH: "gradients that are spilled instead of held give the same weights and norms, bit for bit",
+    Relation.OVERLAP: "collectives that start from hooks, or do not, give the same weights and norms, bit for bit",
+    Relation.HOP: "one hop and two, over nodes of any size, give the same weights and norms, bit for bit",
+    Relation.FUSION: "fused buffers of another size, or none, give the same weights and norms, bit for bit",
+    Relation.OWNER: "matrices on other owners get the same weights and norms, bit for bit",
     Relation.TIER: "a simulated world gives the same weights and norms as real ranks, bit for bit",
 }
 """One sentence for each relation, for people: what must be equal."""
@@ -113,16 +118,24 @@ def related(
     """
     if scenario.values.domain is Domain.GENERAL or scenario.faults:
         return None
-    if any(plan.clip is not None for plan in steps(scenario)) and not _exact_squares(scenario):
+    if clips(scenario) and not _exact_squares(scenario):
         return None  # the coefficient depends on how the norm rounds
     if relation is Relation.TIER:
         return scenario
-    other = _MAKERS[relation](scenario, pick, worlds)
+    maker = _MAKERS[scenario.system].get(relation)
+    other = None if maker is None else maker(scenario, pick, worlds)
     if other is None or other == scenario or check(other) is not None:
         return None
     if relation is not Relation.SCALE and other.values != scenario.values:
         raise AssertionError("only a scale changes values")
     return other
+
+
+def clips(scenario: Scenario) -> bool:
+    """Whether gradients are scaled by what is worked out of their norm."""
+    if scenario.muon is not None and scenario.muon.clip is not None:
+        return True
+    return any(plan.clip is not None for plan in steps(scenario))
 
 
 def differs(
@@ -155,9 +168,10 @@ def differs(
 
 def _weights_differ(relation: Relation, observed: Observed, other: Observed) -> Iterable[Divergence]:
     for one, another in itertools.zip_longest(observed.weights, other.weights):
-        if one == another:
-            continue
         expected, actual = ("nothing" if seen is None else seen.digest for seen in (one, another))
+        # Of a group: that may have other ranks there.
+        if expected == actual:
+            continue
         seen = one or another
         yield _divergence(relation, seen.step, Stage.GATHER, "the digest of the weights", expected, actual)
 
@@ -198,13 +212,11 @@ def _scaled(bits: str, exponent: int) -> str:
 
 def _exact_squares(scenario: Scenario) -> bool:
     """Whether sums of squares of reduced gradients are exact in fp64."""
-    num_parts = max(len(plan.parts) for plan in steps(scenario))
+    num_parts = max((len(plan.parts) for plan in steps(scenario)), default=0)
     largest = scenario.world * num_parts * scenario.values.max_k
+    if scenario.muon is not None:
+        largest *= scenario.muon.multiple
     return scenario.numel * largest**2 < 2**53
-
-
-def _picked(choices: Sequence[_T], pick: int) -> _T | None:
-    return choices[pick % len(choices)] if choices else None
 
 
 # --- layout
@@ -218,7 +230,7 @@ def _another_bucket(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Sce
     sizes = {round_bucket(max(request, fewest, 1), world): max(request, fewest, 1) for request in requests}
     # Of sizes that hold all elements one is as good as another.
     others = [request for size, request in sizes.items() if min(size, numel) != min(used, numel)]
-    bucket = _picked(others, pick)
+    bucket = picked(others, pick)
     if bucket is None:
         return None
     return replace(scenario, operations=(Build(bucket), *scenario.operations[1:]))
@@ -227,18 +239,11 @@ def _another_bucket(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Sce
 # --- ranks and parts
 
 
-class _Slot(NamedTuple):
-    """What one rank holds in one part."""
-
-    contributor: int
-    none: tuple[int, ...]
-
-
 def _another_world(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
-    world = _picked([world for world in worlds if world != scenario.world and 1 <= world <= MAX_WORLD], pick)
+    world = picked([world for world in worlds if world != scenario.world and 1 <= world <= MAX_WORLD], pick)
     if world is None:
         return None
-    return _regrouped(scenario, world, lambda num_slots, num_parts: max(1, -(-num_slots // world)))
+    return regrouped(scenario, world, lambda num_slots, num_parts: max(1, -(-num_slots // world)))
 
 
 def _other_parts(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
@@ -251,34 +256,7 @@ def _other_parts(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenar
         chosen: int = counts[pick % len(counts)]
         return chosen
 
-    return _regrouped(scenario, world, num_parts)
-
-
-def _regrouped(scenario: Scenario, world: int, num_parts: Callable[[int, int], int]) -> Scenario:
-    """The gradients of each step laid anew on ranks and parts: ``num_parts`` of (gradients, parts before)."""
-    nothing = tuple(range(len(scenario.parameters)))
-
-    def change(parts: Sequence[Part]) -> list[Part]:
-        slots = [
-            _Slot(part.contributors[rank], part.none[rank])
-            for rank in range(scenario.world)
-            for part in parts
-            if len(part.none[rank]) < len(nothing)
-        ]
-        count = num_parts(len(slots), len(parts))
-        cells = [_Slot(0, nothing)] * (world * count)
-        for number, slot in enumerate(slots):
-            cells[number * len(cells) // len(slots)] = slot  # in order, over all ranks
-        return [
-            Part(
-                more=index < count - 1,
-                contributors=tuple(cells[rank * count + index].contributor for rank in range(world)),
-                none=tuple(cells[rank * count + index].none for rank in range(world)),
-            )
-            for index in range(count)
-        ]
-
-    return replace(scenario, world=world, operations=_with_parts(scenario, change))
+    return regrouped(scenario, world, num_parts)
 
 
 def _spilled(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
@@ -295,46 +273,23 @@ def _spilled(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario |
         last = replace(parts[-1], more=False, none=(nothing,) * scenario.world)
         return [*(replace(part, more=True) for part in parts), last]
 
-    operations = _with_parts(scenario, change)
+    operations = with_parts(scenario, change)
     return replace(scenario, operations=operations) if changed else None
-
-
-def _with_parts(scenario: Scenario, change: Callable[[Sequence[Part]], Sequence[Part]]) -> tuple[Operation, ...]:
-    """The operations, with the parts of each step changed together."""
-    operations: list[Operation] = []
-    parts: list[Part] = []
-    for operation in scenario.operations:
-        if isinstance(operation, Part):
-            parts.append(operation)
-            continue
-        if parts and isinstance(operation, Step | Skip | Discard | Clip):
-            operations += change(parts)
-            parts = []
-        operations.append(operation)
-    return tuple(operations)
 
 
 # --- the list of parameters
 
 
 def _permuted(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
-    count = len(scenario.parameters)
-    order = list(range(count))
-    Random(pick).shuffle(order)
-    if order == sorted(order):
-        order.reverse()
-    if count < 2:
-        return None
-    listed = _traced(scenario.parameters)
-    place = {old: new for new, old in enumerate(order)}
-    return _listing(scenario, [listed[old] for old in order], lambda none: [place[index] for index in none])
+    order = shuffled(len(scenario.parameters), pick)
+    return None if order is None else permuted(scenario, order)
 
 
 def _cut(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
-    index = _picked([index for index, each in enumerate(scenario.parameters) if each.numel > 1], pick)
+    index = picked([index for index, each in enumerate(scenario.parameters) if each.numel > 1], pick)
     if index is None:
         return None
-    listed = _traced(scenario.parameters)
+    listed = traced(scenario.parameters)
     whole = listed[index]
     at = 1 + Random(pick).randrange(whole.numel - 1)
     names = (_unused(f"{whole.name} ({half})", scenario.parameters) for half in ("begin", "end"))
@@ -342,7 +297,7 @@ def _cut(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | Non
         Parameter(name, (stop - start,), whole.dtype, sources=_sliced(whole.sources, start, stop))
         for name, start, stop in zip(names, (0, at), (at, whole.numel), strict=True)
     ]
-    return _listing(
+    return listing(
         scenario,
         [*listed[:index], *halves, *listed[index + 1 :]],
         lambda none: [
@@ -353,7 +308,7 @@ def _cut(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | Non
 
 
 def _joined(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
-    listed = _traced(scenario.parameters)
+    listed = traced(scenario.parameters)
     parts = [operation for operation in scenario.operations if isinstance(operation, Part)]
 
     def alike(index: int) -> bool:
@@ -364,22 +319,17 @@ def _joined(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | 
             and all((index in none) == (index + 1 in none) for part in parts for none in part.none)
         )
 
-    index = _picked([index for index in range(len(listed) - 1) if alike(index)], pick)
+    index = picked([index for index in range(len(listed) - 1) if alike(index)], pick)
     if index is None:
         return None
     one, other = listed[index : index + 2]
     name = _unused(f"{one.name} + {other.name}"[:150], scenario.parameters)
     whole = Parameter(name, (one.numel + other.numel,), one.dtype, sources=(*one.sources, *other.sources))
-    return _listing(
+    return listing(
         scenario,
         [*listed[:index], whole, *listed[index + 2 :]],
         lambda none: [each - (each > index) for each in none if each != index + 1],
     )
-
-
-def _traced(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The same, saying where their values come from, which stays so wherever they stand in a list."""
-    return [replace(parameter, sources=sources(parameter, index)) for index, parameter in enumerate(parameters)]
 
 
 def _sliced(each: Sequence[Source], start: int, stop: int) -> tuple[Source, ...]:
@@ -403,19 +353,6 @@ def _unused(name: str, parameters: Sequence[Parameter]) -> str:
     return name
 
 
-def _listing(
-    scenario: Scenario, parameters: Sequence[Parameter], renamed: Callable[[tuple[int, ...]], list[int]]
-) -> Scenario:
-    """The scenario with another list; ``renamed`` says which indices there are what was None."""
-    operations = tuple(
-        replace(operation, none=tuple(tuple(sorted(renamed(none))) for none in operation.none))
-        if isinstance(operation, Part)
-        else operation
-        for operation in scenario.operations
-    )
-    return replace(scenario, parameters=tuple(parameters), operations=operations)
-
-
 # --- values
 
 
@@ -436,7 +373,7 @@ def _scaled_gradients(scenario: Scenario, pick: int, worlds: Sequence[int]) -> S
         if fits(values.exponent + power, math.ldexp(optimizer.eps, power))
     ]
     others = [_times(scenario, optimizer, power) for power in powers]
-    return _picked([other for other in others if check(other) is None], pick)
+    return picked([other for other in others if check(other) is None], pick)
 
 
 def _times(scenario: Scenario, optimizer: AdamW, power: int) -> Scenario:
@@ -445,13 +382,29 @@ def _times(scenario: Scenario, optimizer: AdamW, power: int) -> Scenario:
 
 
 _Maker = Callable[[Scenario, int, Sequence[int]], Scenario | None]
-_MAKERS: dict[Relation, _Maker] = {
-    Relation.BUCKET: _another_bucket,
-    Relation.WORLD: _another_world,
-    Relation.PARTS: _other_parts,
-    Relation.ORDER: _permuted,
-    Relation.CUT: _cut,
-    Relation.JOIN: _joined,
-    Relation.SCALE: _scaled_gradients,
-    Relation.PATH: _spilled,
+_MAKERS: dict[System, dict[Relation, _Maker]] = {
+    "zero_master": {
+        Relation.BUCKET: _another_bucket,
+        Relation.WORLD: _another_world,
+        Relation.PARTS: _other_parts,
+        Relation.ORDER: _permuted,
+        Relation.CUT: _cut,
+        Relation.JOIN: _joined,
+        Relation.SCALE: _scaled_gradients,
+        Relation.PATH: _spilled,
+    },
+    "muon": {
+        Relation.OVERLAP: muon_relations.overlap,
+        Relation.HOP: muon_relations.hop,
+        Relation.WORLD: muon_relations.another_world,
+        Relation.FUSION: muon_relations.fusion,
+        Relation.PARTS: muon_relations.parts,
+        Relation.OWNER: muon_relations.owner,
+        Relation.ORDER: muon_relations.order,
+    },
 }
+
+
+def relations_of(system: System) -> tuple[Relation, ...]:
+    """Those that a campaign over such a system takes in turn; a simulated world against real ranks comes last."""
+    return (*_MAKERS[system], Relation.TIER)

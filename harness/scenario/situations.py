@@ -217,13 +217,13 @@ def reached(scenario: Scenario) -> frozenset[Situation]:
     """The situations that a scenario is in, as far as they can be told without running it (so none of ``RUNTIME``)."""
     filled = frozenset(index for index, parameter in enumerate(scenario.parameters) if parameter.numel)
     found = {*_of_parameters(scenario), *_of_layout(scenario), *_of_changes(scenario)}
-    for plans in _instances(scenario):
+    for plans in instances(scenario):
         reduced = [plan for plan in plans if plan.reduced]
-        found.update(_of_parts(reduced))
+        found.update(of_parts(reduced))
         found.update(_of_spills(plans))
-        found.update(_of_endings(plans))
+        found.update(of_endings(plans))
         for plan in reduced:
-            found.update(_of_nones(plan, filled))
+            found.update(of_nones(plan, filled))
         if len(reduced) >= 5:
             found.add(Situation.FIVE_STEPS)
         num_with_parts = sum(bool(plan.num_parts) for plan in reduced)
@@ -247,7 +247,7 @@ class _RankPart(NamedTuple):
     missing: frozenset[int]  # parameters whose gradient is None
 
 
-class _RankStep(NamedTuple):
+class RankStep(NamedTuple):
     """One step as each rank lives it."""
 
     ending: Ending
@@ -255,7 +255,8 @@ class _RankStep(NamedTuple):
     ranks: tuple[tuple[_RankPart, ...], ...]  # for each rank: its parts
 
     @classmethod
-    def of(cls, plan: StepPlan, scenario: Scenario) -> _RankStep:
+    def of(cls, plan: StepPlan, scenario: Scenario) -> RankStep:
+        """One step of a scenario."""
         nones = tuple(tuple(map(frozenset, part.none)) for part in plan.parts)
         ranks = []
         for rank in range(scenario.world):
@@ -265,10 +266,12 @@ class _RankStep(NamedTuple):
 
     @property
     def reduced(self) -> bool:
+        """Whether it ends in a step operation."""
         return self.ending is Ending.STEP
 
     @property
     def num_parts(self) -> int:
+        """Those of the rank that has the most."""
         return max(len(parts) for parts in self.ranks)
 
     def spilled(self) -> set[int]:
@@ -280,14 +283,14 @@ class _RankStep(NamedTuple):
         return any(len(parts) == 1 and not parts[0].more for parts in self.ranks)
 
 
-def _instances(scenario: Scenario) -> Iterator[list[_RankStep]]:
+def instances(scenario: Scenario) -> Iterator[list[RankStep]]:
     """The steps of each instance of the subject, in order."""
-    plans: list[_RankStep] = []
+    plans: list[RankStep] = []
     for plan in steps(scenario):
         if plans and any(isinstance(operation, Build) for operation in plan.before):
             yield plans
             plans = []
-        plans.append(_RankStep.of(plan, scenario))
+        plans.append(RankStep.of(plan, scenario))
     yield plans
 
 
@@ -313,7 +316,7 @@ def _of_changes(scenario: Scenario) -> Iterator[Situation]:
                     else:
                         found.clear()
                     cut, of_this_instance = new, False
-        if plan.reduced and _RankStep.of(plan, scenario).num_parts:
+        if plan.reduced and RankStep.of(plan, scenario).num_parts:
             yield from found
             found.clear()
             before = of_this_instance = True
@@ -376,7 +379,8 @@ def _of_layout(scenario: Scenario) -> Iterator[Situation]:
         yield Situation.BUCKET_BELOW_WORLD
 
 
-def _of_parts(reduced: Sequence[_RankStep]) -> Iterator[Situation]:
+def of_parts(reduced: Sequence[RankStep]) -> Iterator[Situation]:
+    """What the numbers of parts of some reduced steps of one instance show."""
     counts = {plan.num_parts for plan in reduced} - {0}
     if 1 in counts:
         yield Situation.ONE_PART
@@ -390,7 +394,7 @@ def _of_parts(reduced: Sequence[_RankStep]) -> Iterator[Situation]:
         yield Situation.PART_AFTER_LAST
 
 
-def _of_nones(plan: _RankStep, filled: frozenset[int]) -> Iterator[Situation]:
+def of_nones(plan: RankStep, filled: frozenset[int]) -> Iterator[Situation]:
     """What the None gradients of one reduced step show; ``filled``: the parameters that are not empty."""
     for part in plan.nones:
         if len({filled & missing for missing in part}) > 1:
@@ -410,7 +414,7 @@ def _of_nones(plan: _RankStep, filled: frozenset[int]) -> Iterator[Situation]:
         yield Situation.NONE_ON_ALL_RANKS
 
 
-def _of_spills(plans: Sequence[_RankStep]) -> Iterator[Situation]:
+def _of_spills(plans: Sequence[RankStep]) -> Iterator[Situation]:
     earlier: set[int] = set()
     for plan in plans:
         spilled = plan.spilled()
@@ -421,7 +425,7 @@ def _of_spills(plans: Sequence[_RankStep]) -> Iterator[Situation]:
         earlier |= spilled
 
 
-def _of_endings(plans: Sequence[_RankStep]) -> Iterator[Situation]:
+def of_endings(plans: Sequence[RankStep]) -> Iterator[Situation]:
     """What an ending without an update may leave behind for a later step of the same instance."""
     for index, plan in enumerate(plans):
         if plan.reduced or not any(later.num_parts and later.reduced for later in plans[index + 1 :]):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from msgspec.structs import asdict, replace
 
 from harness.faults.language import Corrupt, Fault, Mute, Slow
+from harness.scenario import muon_smaller
+from harness.scenario.fewer import lower, without_some
 from harness.scenario.model import (
     AdamW,
     Build,
@@ -32,7 +34,6 @@ from harness.scenario.model import (
 )
 from harness.verdict import STAGE_ORDER, Stage
 
-_T = TypeVar("_T")
 _ENDS = (Step, Discard, Skip)
 
 LARGE: Final = 100_000
@@ -74,7 +75,9 @@ def smallest(
     before: Scenario | None = None
     while best != before:
         before = best
-        passes = _PASSES if best.numel < LARGE else (_sizes, *_PASSES)
+        passes = _PASSES[best.system]
+        if best.numel >= LARGE and best.muon is None:
+            passes = (_sizes, *passes)
         for candidates in passes:
             best = _improved(best, candidates, fails, wanted, tried)
     return best
@@ -90,7 +93,7 @@ def _improved(
     """The best that one kind of change leads to."""
     while True:
         size = _size(best)
-        for candidate in candidates(best):
+        for candidate in map(muon_smaller.fitted, candidates(best)):
             if candidate in tried or _size(candidate) >= size or not wanted(candidate):
                 continue
             tried.add(candidate)
@@ -117,9 +120,11 @@ def _size(scenario: Scenario) -> tuple[int | float, ...]:
         sum(not isinstance(operation, Step) for operation in operations),
         sum(len(parameter.shape) + (parameter.dtype != "bf16") for parameter in scenario.parameters),
         sum((parameter.strides != "contiguous") + len(parameter.sources) for parameter in scenario.parameters),
+        *muon_smaller.size(scenario.muon),
         sum(part.more for part in parts) + _lies(operations),
         (values.domain is Domain.GENERAL) + (values.domain is not Domain.EXACT),
         values.special + values.spread + values.cancel + values.nonfinite,
+        scenario.muon.multiple if scenario.muon is not None else 1,
         abs(values.exponent),
         sum(value != asdict(plain)[name] for name, value in asdict(scenario.optimizer).items()),
         sum(_plain(operation) != operation for operation in operations),
@@ -158,7 +163,8 @@ def _of_ranks(scenario: Scenario, ranks: Sequence[int]) -> Iterator[Scenario]:
         for operation in scenario.operations
     )
     faults = tuple(replace(fault, rank=ranks.index(fault.rank)) for fault in scenario.faults)
-    yield replace(scenario, world=len(ranks), operations=operations, faults=faults)
+    muon = scenario.muon and muon_smaller.of_ranks(scenario.muon, ranks)
+    yield replace(scenario, world=len(ranks), operations=operations, faults=faults, muon=muon)
 
 
 def _steps(scenario: Scenario) -> Iterator[Scenario]:
@@ -171,7 +177,7 @@ def _steps(scenario: Scenario) -> Iterator[Scenario]:
             steps.append(tuple(begun))
             begun = []
     needed = {_step(fault) for fault in scenario.faults} - {None}
-    for kept in _without_some(range(len(steps))):
+    for kept in without_some(range(len(steps))):
         if needed <= {*kept}:
             operations = (scenario.operations[0], *(operation for index in kept for operation in steps[index]))
             places = {index: place for place, index in enumerate(kept)}
@@ -203,10 +209,14 @@ def _announced(scenario: Scenario, operations: Sequence[Operation]) -> Scenario:
 def _parameters(scenario: Scenario) -> Iterator[Scenario]:
     """Fewer parameters: without some; or two neighbours as one, None where the first one was or where either was."""
     count = len(scenario.parameters)
-    for kept in _without_some(range(count)):
+    for kept in without_some(range(count)):
         parameters = tuple(scenario.parameters[index] for index in kept)
-        yield _renumbered(scenario, parameters, {index: place for place, index in enumerate(kept)})
-    for index in range(count - 1):
+        fewer = _renumbered(scenario, parameters, {index: place for place, index in enumerate(kept)})
+        if scenario.muon is not None:
+            marks = tuple(scenario.muon.marks[index] for index in kept)
+            fewer = replace(fewer, muon=replace(scenario.muon, marks=marks))
+        yield fewer
+    for index in range(count - 1) if scenario.muon is None else ():
         first, second = scenario.parameters[index : index + 2]
         joined = Parameter(first.name, (first.numel + second.numel,), first.dtype)
         parameters = (*scenario.parameters[:index], joined, *scenario.parameters[index + 2 :])
@@ -264,13 +274,13 @@ def _shapes(scenario: Scenario) -> Iterator[Scenario]:
     for index, parameter in enumerate(scenario.parameters):
         plain = Parameter(parameter.name, (parameter.numel,), parameter.dtype)
         for changed in (
-            *(replace(plain, shape=(numel,)) for numel in _lower(parameter.numel)),
+            *(replace(plain, shape=(numel,)) for numel in lower(parameter.numel)),
             plain,
             replace(plain, dtype="bf16"),
             *(
-                replace(parameter, shape=(*parameter.shape[:axis], lower, *parameter.shape[axis + 1 :]), sources=())
+                replace(parameter, shape=(*parameter.shape[:axis], fewer, *parameter.shape[axis + 1 :]), sources=())
                 for axis, dimension in enumerate(parameter.shape)
-                for lower in _lower(dimension)
+                for fewer in lower(dimension)
             ),
             replace(parameter, dtype="bf16"),
             replace(parameter, strides="contiguous"),
@@ -285,7 +295,7 @@ def _buckets(scenario: Scenario) -> Iterator[Scenario]:
     """Smaller buckets, each by itself."""
     for index, operation in enumerate(scenario.operations):
         if isinstance(operation, Build):
-            for bucket in _lower(operation.bucket):
+            for bucket in lower(operation.bucket):
                 yield _with_operation(scenario, index, Build(bucket))
 
 
@@ -300,7 +310,7 @@ def _gradients(scenario: Scenario) -> Iterator[Scenario]:
     for index, part in parts:
         yield _with_operation(scenario, index, replace(part, none=present))
         for rank, missing in enumerate(part.none):
-            for fewer in _without_some(missing) if missing else ():
+            for fewer in without_some(missing) if missing else ():
                 none = (*part.none[:rank], tuple(fewer), *part.none[rank + 1 :])
                 yield _with_operation(scenario, index, replace(part, none=none))
         last = not isinstance(scenario.operations[index + 1], Part)
@@ -321,10 +331,10 @@ def _values(scenario: Scenario) -> Iterator[Scenario]:
     changes: list[dict[str, Any]] = [
         {"nonfinite": False},
         {"special": 0, "nonfinite": False},
-        *({"special": special} for special in _lower(values.special)),
+        *({"special": special} for special in lower(values.special)),
         {"cancel": False},
-        *({"spread": spread} for spread in (0, *_lower(values.spread))),
-        *({"exponent": sign * exponent} for exponent in (0, *_lower(abs(values.exponent)))),
+        *({"spread": spread} for spread in (0, *lower(values.spread))),
+        *({"exponent": sign * exponent} for exponent in (0, *lower(abs(values.exponent)))),
     ]
     for change in changes:
         yield replace(scenario, values=replace(values, **change))
@@ -412,19 +422,36 @@ def _complexity(fault: Fault) -> tuple[int, ...]:
     return fault.rank, _step(fault) or 0, stage, details
 
 
-_PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
-    _worlds,
-    _steps,
-    _operations,
-    _parameters,
-    _sizes,
-    _buckets,
-    _shapes,
-    _gradients,
-    _values,
-    _faults,
-    _details,
-)
+_PASSES: dict[str, tuple[Callable[[Scenario], Iterator[Scenario]], ...]] = {
+    "zero_master": (
+        _worlds,
+        _steps,
+        _operations,
+        _parameters,
+        _sizes,
+        _buckets,
+        _shapes,
+        _gradients,
+        _values,
+        _faults,
+        _details,
+    ),
+    "muon": (
+        _worlds,
+        _steps,
+        _operations,
+        _parameters,
+        muon_smaller.colors,
+        _buckets,
+        muon_smaller.shapes,
+        _gradients,
+        muon_smaller.options,
+        muon_smaller.marks,
+        _values,
+        _faults,
+        _details,
+    ),
+}
 
 
 def _with_operation(scenario: Scenario, index: int, operation: Operation) -> Scenario:
@@ -434,20 +461,6 @@ def _with_operation(scenario: Scenario, index: int, operation: Operation) -> Sce
 def _requests(scenario: Scenario) -> list[int]:
     """The requested bucket sizes."""
     return [operation.bucket for operation in scenario.operations if isinstance(operation, Build)]
-
-
-def _without_some(items: Sequence[_T]) -> Iterator[list[_T]]:
-    """Without half of them, a quarter, …, without one."""
-    length = (len(items) + 1) // 2
-    while length:
-        for start in range(0, len(items), length):
-            yield [*items[:start], *items[start + length :]]
-        length //= 2
-
-
-def _lower(number: int) -> list[int]:
-    """Some numbers from 1 on that are lower, the lowest first."""
-    return sorted({lower for lower in (1, 2, 3, number // 4, number // 2, number - 1) if 1 <= lower < number})
 
 
 def _lies(operations: Sequence[Operation]) -> int:

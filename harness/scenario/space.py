@@ -218,12 +218,14 @@ class _Before(NamedTuple):
     shift: int  # of the learning rate, along the table; 0: it stays
 
 
-class _Step(NamedTuple):
+class DrawnStep(NamedTuple):
+    """One step before its values are known; ``factor``: what it is clipped to, of the expected norm."""
+
     before: _Before
     parts: tuple[Part, ...]
     ending: Ending
     clipping: Clipping
-    factor: float  # of the expected norm
+    factor: float
 
 
 def _draw_nones(
@@ -246,7 +248,7 @@ def _draw_nones(
     return ranks, frozenset(missing)
 
 
-class _Fixed(NamedTuple):
+class Fixed(NamedTuple):
     """What is known when steps are drawn. ``bucket``: where the user has fixed it; ``size``: the one really used."""
 
     world: int
@@ -256,7 +258,7 @@ class _Fixed(NamedTuple):
     extension: Extension
 
 
-def _draw_before(choices: Choices, fixed: _Fixed, aim: StepAim) -> _Before:
+def _draw_before(choices: Choices, fixed: Fixed, aim: StepAim) -> _Before:
     shift = 0
     if choices.of(aims.RATES, aim.rate):
         shift = choices.number(1, len(aims.LRS) - 1)
@@ -269,7 +271,7 @@ def _draw_before(choices: Choices, fixed: _Fixed, aim: StepAim) -> _Before:
     return _Before(bucket, version, shift)
 
 
-def _draw_other_bucket(choices: Choices, fixed: _Fixed, *, narrow: bool) -> int:
+def _draw_other_bucket(choices: Choices, fixed: Fixed, *, narrow: bool) -> int:
     """A requested bucket size, of not too many buckets; ``narrow``: one that cuts otherwise than the first."""
     numel = sum(parameter.numel for parameter in fixed.parameters)
     most = aims.REQUESTS[-1]
@@ -281,7 +283,7 @@ def _draw_other_bucket(choices: Choices, fixed: _Fixed, *, narrow: bool) -> int:
     return choices.number(fewest, most, other)
 
 
-def _draw_step(choices: Choices, *, fixed: _Fixed, aim: StepAim) -> _Step:
+def _draw_step(choices: Choices, *, fixed: Fixed, aim: StepAim) -> DrawnStep:
     world, parameters = fixed.world, fixed.parameters
     before = _draw_before(choices, fixed, aim)
     skipped = choices.of(aims.SKIPS, aim.skip)
@@ -316,7 +318,7 @@ def _draw_step(choices: Choices, *, fixed: _Fixed, aim: StepAim) -> _Step:
     if discarded:
         clipping = Clipping.NONE
     ending = Ending.DISCARD if discarded else Ending.SKIP if skipped else Ending.STEP
-    return _Step(before, tuple(parts), ending, clipping, factor)
+    return DrawnStep(before, tuple(parts), ending, clipping, factor)
 
 
 def _draw_part(
@@ -328,13 +330,14 @@ def _draw_part(
     return lie, *_draw_nones(choices, world, parameters, nones, aimed=False)
 
 
-def _draw_steps(choices: Choices, fixed: _Fixed, aim: Aim) -> tuple[_Step, ...]:
+def draw_steps(choices: Choices, fixed: Fixed, aim: Aim) -> tuple[DrawnStep, ...]:
+    """All steps of a scenario."""
     bearer = choices.number(0, 2, aim.step_index)
     fewest = aim.num_steps
     if aim.step is not None:
         fewest = max(fewest, bearer + 1 + (aim.last_step is not None))
     count = choices.count(aims.NUM_STEPS, fewest, max(fewest, aim.most_steps))
-    drawn: list[_Step] = []
+    drawn: list[DrawnStep] = []
     for index in range(count):
         last = index == count - 1
         step_aim = aim.step if index == bearer else aim.last_step if last else None
@@ -356,7 +359,7 @@ def _zigzag(number: int, low: int, high: int) -> int:
     return -((number + 1) // 2) if number % 2 else number // 2
 
 
-def _draw_exponent(choices: Choices, low: int, high: int) -> int:
+def draw_exponent(choices: Choices, low: int, high: int) -> int:
     """Mostly an everyday one; else any, or near one end of what is allowed."""
     where = choices.number(0, 9)
     if where < 7:
@@ -380,7 +383,7 @@ def _for_fp16(values: Values) -> Values:
 def _draw_general(choices: Choices, max_k: int, aim: Aim) -> Values:
     form = choices.of(aims.FORMS, aim.form)
     spread = choices.of(aims.SPREADS[form], aim.spread)
-    exponent = _draw_exponent(choices, -133, MAX_EXPONENT - spread)
+    exponent = draw_exponent(choices, -133, MAX_EXPONENT - spread)
     special = choices.of(aims.SPECIALS, aim.special) if form in (Form.EXTREME, Form.NONFINITE) else 0
     return Values(
         Domain.GENERAL,
@@ -409,9 +412,9 @@ def _draw_bf16_values(choices: Choices, world: int, numel: int, most_parts: int,
         # Largest reduced |k| whose squares, over all elements, still add up exactly (model.exact_sums_problem).
         most = math.isqrt((2**24 - 1) // numel) // num_contributions
         if most >= 1:
-            return Values(domain, min(max_k, most), _draw_exponent(choices, -74, 52))
+            return Values(domain, min(max_k, most), draw_exponent(choices, -74, 52))
     max_k = min(max_k, (2**24 - 1) // num_contributions)
-    return Values(Domain.EXACT, max_k, _draw_exponent(choices, -133, 100))
+    return Values(Domain.EXACT, max_k, draw_exponent(choices, -133, 100))
 
 
 def _draw_optimizer(choices: Choices, aim: Aim) -> AdamW:
@@ -434,7 +437,7 @@ def expected_norm(values: Values, parameters: Sequence[Parameter], parts: Sequen
 
 # --- scenarios
 
-_ENDINGS: dict[Ending, Operation] = {Ending.STEP: Step(), Ending.SKIP: SkipUpdate(), Ending.DISCARD: Discard()}
+ENDINGS: dict[Ending, Operation] = {Ending.STEP: Step(), Ending.SKIP: SkipUpdate(), Ending.DISCARD: Discard()}
 
 
 def _draw_layout(choices: Choices, world: int, aim: Aim, bucket: int | None) -> tuple[int, _Layout]:
@@ -489,7 +492,7 @@ def draw_scenario(
     """
     request, layout = _draw_layout(choices, world, aim, bucket)
     parameters = _draw_parameters(choices, layout, aim, extension)
-    drawn = _draw_steps(choices, _Fixed(world, parameters, bucket, layout.size, extension), aim)
+    drawn = draw_steps(choices, Fixed(world, parameters, bucket, layout.size, extension), aim)
     most_parts = max(len(step.parts) for step in drawn)
     values = _draw_values(choices, world, parameters, most_parts, aim)
     optimizer = _draw_optimizer(choices, aim)
@@ -507,7 +510,7 @@ def draw_scenario(
         if step.clipping is not Clipping.NONE:
             # The coefficient has 1e-6 added to the norm: without it here, tiny norms would always be clipped.
             operations.append(Clip(step.factor * (expected_norm(values, parameters, step.parts) + 1e-6)))
-        operations.append(_ENDINGS[step.ending])
+        operations.append(ENDINGS[step.ending])
     return Scenario(world, seed, parameters, values, optimizer, tuple(operations))
 
 

@@ -13,11 +13,12 @@ from typing import NoReturn
 
 import msgspec
 
-from harness.drive.driver import Around, Driver
+from harness.drive.calls import Around, RankDriver
 from harness.drive.generators import Generators
 from harness.drive.handler import run_driver, told_of_its_group
 from harness.drive.isolation import Isolation
 from harness.drive.shared import Shared
+from harness.drive.systems import driver_of
 from harness.drive.tasks import CheckSubject, RunMany, RunScenario, SubjectCheck, SubjectName, decode_sim_task, encode
 from harness.drive.trail import Trail
 from harness.launch import process, tap
@@ -38,7 +39,7 @@ from harness.sim.turn import Turn, lane_directory
 from harness.sim.world import RankEnded, SimWorld, Watcher, WorldOutcome
 from harness.subjects.builtin import BUILTIN, capabilities
 from harness.subjects.copies import RankModules
-from harness.subjects.load import SubjectError, declared, load_class
+from harness.subjects.load import SubjectError, declared, load_class, system_of
 from harness.verdict import Property, RankStatus, RankVerdict
 
 _DEVICE = "cpu"
@@ -169,7 +170,7 @@ class _Host:
             modules = self._modules(subject, contextvars.copy_context())
             cls = modules.load(0)
             modules.use(None)
-            return SubjectCheck(None, declared(cls))
+            return SubjectCheck(None, declared(cls), system_of(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
 
@@ -196,7 +197,7 @@ class _World(Watcher):
             self._classes.append(of_rank.run(self._modules.load, rank))
             self._turn.enter(None)  # progress: of many ranks all imports together take their time
         self._logs = [CollectiveLog() for _ in range(world)]
-        self._drivers: list[Driver | None] = [None] * world
+        self._drivers: list[RankDriver | None] = [None] * world
         self._detectors: list[RaceDetector | None] = [None] * world
         self._seeded: set[int] = set()
         self._printed = Printed(host.log, world)
@@ -286,7 +287,7 @@ class _World(Watcher):
 
         around: Around = nullcontext if self._ours and detector is None else watched
         with environment.on_thread():
-            driver = Driver(
+            driver = driver_of(self._scenario.system)(
                 context,
                 self._classes[rank],
                 self._subject.args,

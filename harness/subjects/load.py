@@ -14,10 +14,21 @@ from types import ModuleType
 from typing import Any
 
 from harness.errors import exception_text, sendable
-from harness.scenario.model import EXTENSIONS
+from harness.scenario.model import EXTENSIONS, System
 from harness.subjects.builtin import BUILTIN
 
 METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
+MUON_METHODS = (
+    "reduce_gradients",
+    "step",
+    "clear_grad",
+    "local_shards",
+    "no_sync",
+    "clear_param_storage",
+    "state_dict",
+    "load_state_dict",
+)
+_TELLS_MUON = MUON_METHODS[:4]  # a class that has all of these and no collect() is one
 ATTRIBUTES = ("master", "has_grad", "spills")
 DECLARATION = "verify_extensions"
 
@@ -55,25 +66,59 @@ def missing_attributes(instance: object) -> list[str]:
     return [name for name in ATTRIBUTES if not hasattr(instance, name)]
 
 
+def system_of(cls: type) -> System:
+    """What kind of system a class is, by its interface."""
+    if _has(cls, "collect") or not all(_has(cls, name) for name in _TELLS_MUON):
+        return "zero_master"
+    return "muon"
+
+
+def _has(cls: type, method: str) -> bool:
+    return callable(getattr(cls, method, None))
+
+
 def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
     declared(cls, title)
-    missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
+    if system_of(cls) == "muon":
+        missing = [name for name in MUON_METHODS if not _has(cls, name)]
+        if missing:
+            raise SubjectError(
+                f"{title} lacks a part of the interface of MuonShardingOptimizer: no method {', '.join(missing)} "
+                f"(needed: {', '.join(MUON_METHODS)})"
+            )
+        _check_signature(cls, f"{title} cannot be constructed as Class(inner, group=..., config=...", args, muon=True)
+        return
+    missing = [name for name in METHODS if not _has(cls, name)]
     if missing:
         raise SubjectError(
             f"{title} lacks the interface of ZeroMaster: no method {', '.join(missing)} "
-            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class')"
+            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class'){_almost_muon(cls)}"
         )
+    _check_signature(cls, f"{title} cannot be constructed as Class(params, rank, world, bucket=...", args, muon=False)
+
+
+def _almost_muon(cls: type) -> str:
+    """Where a class rather looks like the other interface: what it lacks of that."""
+    missing = [name for name in _TELLS_MUON if not _has(cls, name)]
+    if len(missing) > len(_TELLS_MUON) // 2:
+        return ""
+    if not missing:
+        return ". It is taken for no MuonShardingOptimizer since it has a method collect"
+    return f". To be taken for a MuonShardingOptimizer it lacks {', '.join(missing)}"
+
+
+def _check_signature(cls: type, call: str, args: dict[str, Any], *, muon: bool) -> None:
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind([], 0, 1, bucket=1, **args)
+        if muon:
+            signature.bind(object(), group=None, config=None, **args)
+        else:
+            signature.bind([], 0, 1, bucket=1, **args)
     except TypeError as error:
-        raise SubjectError(
-            f"{title} cannot be constructed as Class(params, rank, world, bucket=...{_shown(args)}): {error}; "
-            f"its signature is {signature}"
-        ) from error
+        raise SubjectError(f"{call}{_shown(args)}): {error}; its signature is {signature}") from error
 
 
 def declared(cls: type, title: str = "the class") -> tuple[str, ...]:

@@ -74,9 +74,10 @@ class StepRecord(Struct, frozen=True, kw_only=True):
         norm, unsharded_norm: of the gradient before clipping. ``norm_ok``: within its bound on every rank, before and
             after clipping, with the same bits on all.
         coefficient: 1.0 when the gradient was not clipped.
-        spilled: the step's gradient was summed in host memory.
+        spilled: the step's gradient was summed in host memory; None where that is never done (with Muon).
         equal_bits: all compute weights of every rank are the unsharded trainer's, and so was everything before them.
-        within_bound: the reduced gradient was only within the rounding bound, and the unsharded trainer took it over.
+        within_bound: the reduced gradient, or with Muon a master, was only within the rounding bound, and the unsharded
+            trainer took it over.
         divergence: the first thing that differed in this step.
     """
 
@@ -88,7 +89,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     unsharded_norm: float
     norm_ok: bool
     coefficient: float
-    spilled: bool
+    spilled: bool | None
     equal_bits: bool
     within_bound: bool = False
     divergence: Divergence | None = None
@@ -97,7 +98,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 class TrainResult(Struct, frozen=True, kw_only=True):
     """The outcome of a run; fields that :class:`harness.report.result.Result` has too mean the same here.
 
-    ``reached`` counts the steps that were held, spilled, clipped and unclipped. ``text`` names what was trained on.
+    ``reached`` counts the steps that were held, spilled (with Muon: of one part, of several), clipped and unclipped.
+    ``text`` names what was trained on, ``muon`` the parameters that were Muon's.
     """
 
     verdict: Verdict
@@ -108,6 +110,7 @@ class TrainResult(Struct, frozen=True, kw_only=True):
     steps: int
     text: str
     seconds: float
+    muon: tuple[str, ...] = ()
     records: tuple[StepRecord, ...] = ()
     oracle: dict[str, int] = {}
     properties: dict[str, int] = {}
@@ -136,6 +139,7 @@ class _Tally:
         self.properties: Counter[str] = Counter()
         self.reached: Counter[str] = Counter(held=0, spilled=0, clipped=0, unclipped=0)
         self.output = ""
+        self.muon: tuple[str, ...] = ()
 
     def count(self, evaluation: Evaluation) -> None:
         """What was compared in a step, finished or not."""
@@ -146,7 +150,12 @@ class _Tally:
     def add(self, record: StepRecord) -> None:
         """One finished step."""
         self.records.append(record)
-        self.reached["spilled" if record.spilled else "held"] += 1
+        if record.spilled is None:
+            for name in ("held", "spilled"):
+                self.reached.pop(name, None)
+            self.reached["one part" if record.num_parts == 1 else "several parts"] += 1
+        else:
+            self.reached["spilled" if record.spilled else "held"] += 1
         self.reached["clipped" if record.coefficient != 1.0 else "unclipped"] += 1
 
 
@@ -196,6 +205,7 @@ def run_training(
         steps=options.steps,
         text=text.source,
         seconds=time.monotonic() - began,
+        muon=tally.muon,
         records=tuple(tally.records),
         oracle={rule.value: tally.oracle[rule.value] for rule in Oracle},
         properties=dict(tally.properties),
@@ -252,6 +262,7 @@ def _run_steps(
         evaluation = conclude(outcome, partial(trail.read, pool.directory, options.world))
         tally.count(evaluation)
         reports = _reports(step, outcome, evaluation)
+        tally.muon = tally.muon or reports[0].muon
         record = _record(setup, step, reports, evaluation.divergence)
         tally.add(record)
         on_record(record)
@@ -275,7 +286,8 @@ def _reports(step: int, outcome: Outcome, evaluation: Evaluation) -> list[StepRe
 
 def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], divergence: Divergence | None) -> StepRecord:
     first = reports[0]
-    within_bound = divergence is None and any(report.oracle.get(Oracle.BOUND.value) for report in reports)
+    taken_over = any(report.adopted or report.oracle.get(Oracle.BOUND.value) for report in reports)
+    within_bound = divergence is None and taken_over
     return StepRecord(
         step=step,
         num_parts=setup.num_parts(step),
@@ -285,7 +297,7 @@ def _record(setup: TrainSetup, step: int, reports: Sequence[StepReport], diverge
         unsharded_norm=_root(first.unsharded_norm_squared),
         norm_ok=all(report.norm_ok for report in reports) and len({report.norms for report in reports}) == 1,
         coefficient=first.coefficient,
-        spilled=any(report.spilled for report in reports),
+        spilled=None if first.spilled is None else any(report.spilled for report in reports),
         equal_bits=divergence is None and not within_bound,
         within_bound=within_bound,
         divergence=divergence,

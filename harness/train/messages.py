@@ -63,7 +63,9 @@ class StepReport(RankVerdict, frozen=True, kw_only=True):
         norm_squared: of the gradient before clipping, from the subject; ``unsharded_norm_squared``: in fp64.
         norm_ok: nothing had differed when the norm had been checked, before and after clipping.
         coefficient: what the gradient was multiplied with; 1.0 when the norm was small enough.
-        spilled: the subject moved this step's sum to the host.
+        spilled: the subject moved this step's sum to the host; None: its kind never does.
+        muon: names of the parameters that are Muon's.
+        adopted: masters of this rank were only within their bound, and the unsharded trainer took them over.
     """
 
     unrepeatable: str | None = None
@@ -73,7 +75,9 @@ class StepReport(RankVerdict, frozen=True, kw_only=True):
     unsharded_norm_squared: float = 0.0
     norm_ok: bool = False
     coefficient: float = 1.0
-    spilled: bool = False
+    spilled: bool | None = False
+    muon: tuple[str, ...] = ()
+    adopted: bool = False
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -59,7 +59,8 @@ class TrainProgress:
 
 def record_line(record: StepRecord) -> str:
     """One step in a line."""
-    path = f"{'spilled' if record.spilled else 'held':<7} {record.num_parts}"
+    kept = "parts" if record.spilled is None else "spilled" if record.spilled else "held"
+    path = f"{kept:<7} {record.num_parts}"
     losses = f"loss {record.sharded_loss:.6f} / {record.unsharded_loss:.6f}"
     norm = f"norm {record.norm:.4f} {'in bound' if record.norm_ok else 'UNPROVEN'}"
     clipped = f"clipped {record.coefficient:.3f}" if record.coefficient != 1.0 else "unclipped    "
@@ -110,6 +111,8 @@ def result_lines(result: TrainResult) -> list[tuple[str, str]]:
         for name in ("sharded", "unsharded"):
             losses = [getattr(record, f"{name}_loss") for record in (result.records[0], result.records[-1])]
             lines.append((f"  {name:<12} loss {losses[0]:.6f} to {losses[1]:.6f}", ""))
+    if result.muon:
+        lines.append((f"  Muon         {', '.join(result.muon)}; AdamW: all other parameters", ""))
     for label, counts in (("checked", result.properties), ("oracles", result.oracle), ("reached", result.reached)):
         counted = ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "nothing"
         lines.append((f"  {label:<12} {counted}", ""))

@@ -49,9 +49,13 @@ class UnshardedModel:
         """Make ``model`` compute on ``weights`` themselves, whoever changes them."""
         self._model = model
         self._parameters = list(model.parameters())
+        self.use(weights)
+        self.begin(0)
+
+    def use(self, weights: Sequence[Tensor]) -> None:
+        """Compute on these from now on."""
         for parameter, weight in zip(self._parameters, weights, strict=True):
             parameter.data = weight
-        self.begin(0)
 
     def begin(self, world: int) -> None:
         """A new step on ``world`` ranks, without any pass yet."""
