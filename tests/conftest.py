@@ -56,3 +56,14 @@ def simulated(simulated_pool: Pool, tmp_path: Path) -> Campaigns:
 def campaigns(scenario_pool: RankPool, tmp_path: Path) -> Campaigns:
     """Campaigns on the shared ranks."""
     return Campaigns(scenario_pool, tmp_path)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread: on how many, the bits of a product of matrices may depend."""
+    import torch  # most tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

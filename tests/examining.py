@@ -11,7 +11,7 @@ from harness.fuzz.rounds import Seen, Smaller
 from harness.relate import RelatedEvaluator
 from harness.scenario.model import Scenario
 from harness.scenario.relations import RelationReference
-from harness.scenario.situations import reached
+from harness.scenario.systems import reached
 from tests.support import Silent, subject
 
 
@@ -42,7 +42,7 @@ class Examining:
     def _run(self, scenario: Scenario) -> Seen:
         self.examined.append(scenario)
         self._last = self._runs.evaluate(scenario)
-        shown = {situation.value for situation in reached(scenario)} | self._last.situations
+        shown = reached(scenario) | self._last.situations
         return Seen(self._last.conclusion is Conclusion.VIOLATED, frozenset(shown))
 
     def relate(self, scenario: Scenario, relation: RelationReference) -> Seen:
@@ -71,7 +71,7 @@ class Judging:
     def examine(self, scenario: Scenario) -> Seen:
         self.examined.append(scenario)
         self.by_themselves.add(scenario)
-        return Seen(self.fails(scenario), frozenset(situation.value for situation in reached(scenario)))
+        return Seen(self.fails(scenario), reached(scenario))
 
     def relate(self, scenario: Scenario, relation: RelationReference) -> Seen:
         self.relations.append(relation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,11 +22,22 @@ on every rank, every case of what is sampled below. Else each class in one kind 
 """
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def sampled(items: Iterable[T], every: int) -> list[T]:
     """Each so-manieth of what differs only in details; all with FULL_TABLE."""
     return list(items)[:: 1 if FULL_TABLE else every]
+
+
+def paired(first: Iterable[T], second: Sequence[U]) -> list[tuple[T, U]]:
+    """Each of the first with one of the second, in turn; with FULL_TABLE with all of them."""
+    return [
+        (one, other)
+        for index, one in enumerate(first)
+        for number, other in enumerate(second)
+        if FULL_TABLE or index % len(second) == number
+    ]
 
 
 def repetitions(few: int, many: int) -> int:

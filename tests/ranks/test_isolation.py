@@ -49,7 +49,7 @@ def require_polite(pool: RankPool) -> None:
         assert [call.kind for call in verdict.collectives].count("all_reduce") == 1  # of the one norm
 
 
-@pytest.mark.parametrize("how", sampled(RUDE, every=2))
+@pytest.mark.parametrize("how", sampled(RUDE, every=6))
 def test_what_a_class_changes_is_put_back(how: str, campaigns: Campaigns) -> None:
     result = campaigns.run("rude.py:Rude", worlds=(2,), examples=repetitions(2, 4), args={"how": how})
     for verdict in verdicts(campaigns.pool, "rude.py:Rude", {"how": how}):
@@ -151,7 +151,7 @@ def test_global_generators_give_the_same_numbers_in_every_run(campaigns: Campaig
             "import os; os.chdir('/')",
             "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
         ],
-        every=2,
+        every=4,
     ),
 )
 def test_what_the_import_changes_is_the_environment_of_this_class_alone(

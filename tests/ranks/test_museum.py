@@ -16,12 +16,16 @@ from harness.subjects import source
 from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, capabilities
 from harness.subjects.load import load_class
 from tests.support import Campaigns, Silent, sampled
+from zero2core.muon.sharding import MuonShardingOptimizer
 from zero2core.zero_master import ZeroMaster
 
 PUBLIC = frozenset((Path(__file__).parents[1] / "subjects" / "public_bugs.txt").read_text().split())
 """The bugs that the museum was made from."""
 
 RIGHT = "museum:plain-zero"
+
+BUILTIN_OF = {"zero_master": "zero2", "muon": "muon"}
+OURS: dict[str, type] = {"zero_master": ZeroMaster, "muon": MuonShardingOptimizer}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +64,14 @@ def test_a_plant_trips_on_its_known_scenario(plant: Plant, simulated: Campaigns)
     assert judgement.place is not False, (result.failure.rank, result.failure.parameter, result.failure.bucket)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.id)
+@pytest.mark.parametrize("plant", sampled(PLANTS, 3), ids=lambda plant: plant.id)
 def test_what_it_is_a_variant_of_holds_there(plant: Plant, simulated: Campaigns) -> None:
-    result = on_known(plant, simulated, "zero2" if plant.own else RIGHT)
+    result = on_known(plant, simulated, BUILTIN_OF[plant.system] if plant.own else RIGHT)
     assert result.verdict == "holds", (result.reason, result.failure)
 
 
 @pytest.mark.parametrize(
-    "plant", sampled([plant for plant in PLANTS if plant.processes], 3), ids=lambda plant: plant.id
+    "plant", sampled([plant for plant in PLANTS if plant.processes], 6), ids=lambda plant: plant.id
 )
 def test_what_needs_processes_trips_there_too(plant: Plant, campaigns: Campaigns) -> None:
     result = on_known(plant, campaigns, plant.subject)
@@ -85,10 +89,12 @@ def test_every_public_bug_is_planted_or_left_out_with_a_reason() -> None:
 
 @pytest.mark.parametrize("exhibit", [*PLANTS, *CONTROLS], ids=lambda exhibit: exhibit.id)
 def test_a_variant_of_our_own_class_is_judged_as_that_is(exhibit: Plant | Control) -> None:
-    """And no other is: what only ``zero2`` promises is not asked of a user's class."""
-    assert issubclass(load_class(exhibit.target), ZeroMaster) == exhibit.own
+    """And no other is: what only a built-in system promises is not asked of a user's class."""
+    ours = issubclass(load_class(exhibit.target), OURS[exhibit.system])
+    # What multiplies matrices in another way than ours is held against a bound, as a class of the user's is.
+    assert ours == exhibit.own or (exhibit.system == "muon" and isinstance(exhibit, Control))
     assert capabilities(source.parse(exhibit.subject).absolute) == (
-        BUILTIN["zero2"].capabilities if exhibit.own else CLASS_SUBJECT
+        BUILTIN[BUILTIN_OF[exhibit.system]].capabilities if exhibit.own else CLASS_SUBJECT
     )
 
 
@@ -97,8 +103,10 @@ def test_names_are_unique_and_labels_are_written() -> None:
     assert len(set(ids)) == len(ids)
     assert len(PLANTS) >= 60
     assert len(CONTROLS) >= 15
+    assert sum(plant.system == "muon" for plant in PLANTS) >= 20
+    assert sum(control.system == "muon" for control in CONTROLS) >= 8
     for plant in PLANTS:
-        assert plant.bugs
+        assert plant.bugs or plant.system == "muon"  # whose specification names mistakes that nobody has reported
         assert plant.properties
         assert plant.stages
         assert len(plant.why.split()) > 5

@@ -1,8 +1,7 @@
-"""The museum in processes of its own: real campaigns, a label that is wrong, a class that is, a worker that dies."""
+"""The museum in processes of its own: real campaigns, a label that is wrong, a class that is."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from harness.museum.score import MuseumResult, Outcome
 from harness.scenario import codec
 from harness.scenario.model import Domain, Values
 from harness.scenario.situations import required
-from tests.support import Campaigns
+from tests.support import Campaigns, sampled
 
 MAX = next(plant for plant in PLANTS if plant.name == "MaxOfNorms")
 CONTROL = {control.name: control for control in CONTROLS}
@@ -48,6 +47,8 @@ class WrongControl(Control):
 
 
 BROKEN = """
+import time
+
 from harness.faults.museum.plain import PlainZero
 
 
@@ -65,8 +66,7 @@ class Raises(PlainZero):
 
 class Waits(PlainZero):
     def reduce_scatter(self):
-        while True:
-            pass
+        time.sleep(3600)
 """
 
 
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_caught_and_judged_and_what_is_right_passes(
     tmp_path: Path, broken: Callable[..., Elsewhere]
 ) -> None:
     plants = (MAX, broken("Halves", "gradient spill", "reduce"), broken("Raises", "progress", "update"))
-    controls = (CONTROL["PlainZero"], CONTROL["GathersInFloat32"])
+    controls = tuple(sampled((CONTROL["PlainZero"], CONTROL["GathersInFloat32"]), 2))
 
     result = museum(
         tmp_path,
@@ -157,91 +157,8 @@ def test_what_is_wrong_is_caught_and_judged_and_what_is_right_passes(
     assert raises is not None
     assert not raises.location  # it raises in the gather
     assert result.summary.location.right == 2
-    assert [(control.verdict, control.examples) for control in result.controls] == [("holds", ENOUGH)] * 2
-    assert result.summary.control_examples == 2 * ENOUGH
-
-
-def test_a_plant_that_is_none_is_missed_or_there_was_no_time_to_say_so(
-    tmp_path: Path, broken: Callable[..., Elsewhere]
-) -> None:
-    """The plant is a right class; a class that cannot be used is undecided."""
-    halves = broken("Halves", "gradient", "reduce")
-    right = Elsewhere(**{**vars(halves), "name": "Right", "path": CONTROL["PlainZero"].target})
-    unusable = Elsewhere(**{**vars(halves), "name": "NotThere", "path": halves.path.replace(":Halves", ":NotThere")})
-
-    result = museum(tmp_path, Watching(), plants=(right, unusable), seconds_per_plant=2.0)
-
-    missed, not_there = result.plants
-    assert (missed.caught, missed.found_after, missed.failure) == (False, None, None)
-    assert missed.undecided == (missed.examples < ENOUGH)
-    assert (result.verdict, result.not_run) == ("unknown" if missed.undecided else "violated", 0)
-    assert (not_there.caught, not_there.undecided, not_there.examples) == (False, True, 0)
-    assert "NotThere" in (not_there.reason or "")
-
-
-def test_a_false_alarm_fails_the_run(tmp_path: Path, broken: Callable[..., Elsewhere]) -> None:
-    """The control is a broken class."""
-    alarm = WrongControl("Halves", "not right at all", path=broken("Halves", "gradient", "reduce").path)
-
-    result = museum(tmp_path, Watching(), controls=(alarm,), seconds_per_plant=LONG_S, control_examples=30)
-
-    assert (result.verdict, result.exit_code, result.not_run) == ("violated", 1, 0)
-    (false_alarm,) = result.controls
-    assert false_alarm.verdict == "violated"
-    assert false_alarm.failure is not None
-    assert (false_alarm.failure.stage, result.summary.false_alarms) == ("reduce", 1)
-    assert false_alarm.failure.ranks is None
-    assert Path(false_alarm.failure.case or "").is_file()
-
-
-def killing(beneath: list[psutil.Process], **times: int) -> Callable[[Sequence[WorkerView]], None]:
-    """Kill the worker that is seen to run one of these, so often (``_`` for each ``-`` of its id).
-
-    What it had started is added to ``beneath``.
-    """
-    killed: set[int] = set()
-
-    def seen(workers: Sequence[WorkerView]) -> None:
-        for worker in workers:
-            name = worker.exhibit.replace("-", "_")
-            alive = [each for each in psutil.Process().children() if each.name() == "zero2-museum"]
-            if worker.examples and times.get(name) and alive[0].pid not in killed:
-                times[name] -= 1
-                killed.add(alive[0].pid)
-                beneath.extend(alive[0].children(recursive=True))
-                alive[0].kill()
-
-    return seen
-
-
-def test_what_a_worker_was_killed_over_is_run_once_more_and_then_given_up(tmp_path: Path) -> None:
-    """The control is run again from its first scenario, and holds; what two were killed over is not caught."""
-    control = CONTROL["PlainZero"]
-    endless = Elsewhere(**{**vars(MAX), "name": "Endless", "path": control.target})
-    beneath: list[psutil.Process] = []
-    watching = Watching(killing(beneath, endless=2, plain_zero=1))
-
-    result = museum(
-        tmp_path,
-        watching,
-        plants=(endless, MAX),
-        controls=(control,),
-        seconds_per_plant=LONG_S,
-        control_examples=ENOUGH,
-    )
-
-    assert (result.verdict, result.exit_code, result.not_run) == ("unknown", 3, 0)
-    lost, caught = result.plants
-    assert (lost.reason or "").startswith("2 workers died of it; the last: worker 0 ended with signal 9 (SIGKILL)")
-    assert (lost.caught, caught.caught) == (False, True)
-    assert [(each.verdict, each.examples) for each in result.controls] == [("holds", ENOUGH)]
-    assert len(beneath) >= 3
-    assert not psutil.wait_procs(beneath, timeout=LONG_S)[1]
-    assert len(watching.notes) == 3
-    assert all(
-        re.fullmatch(r"worker 0 ended with signal 9 \(SIGKILL\).*; another takes its place", note)
-        for note in watching.notes
-    )
+    assert [(control.verdict, control.examples) for control in result.controls] == [("holds", ENOUGH)] * len(controls)
+    assert result.summary.control_examples == len(controls) * ENOUGH
 
 
 def test_real_ranks_that_hang_are_caught_and_the_next_plant_finds_others(

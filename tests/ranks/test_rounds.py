@@ -20,7 +20,7 @@ WORLDS = (1, 2, 3, 4)
 EVERYTHING = Extension(refresh=True, dtypes=True, strides=True)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", sampled(Kind, 2))
 def test_what_is_right_holds(kind: Kind, simulated_pool: Pool) -> None:
     examiner = Examining(simulated_pool, "zero2")
     this = Round(0, kind, frozenset(), size=16)
@@ -41,7 +41,7 @@ def test_the_state_machine_runs_on_real_ranks(scenario_pool: RankPool) -> None:
     assert len(examiner.examined) > 5
 
 
-@pytest.mark.parametrize("seed", sampled([0, 5], 2))
+@pytest.mark.parametrize("seed", sampled([5, 0], 2))  # with seed 0 it is found in the third round, with 5 in the first
 def test_a_bug_that_needs_three_conditions_is_found_and_made_small(seed: int, simulated_pool: Pool) -> None:
     """World 3, a parameter that goes on in a later bucket, a spill after a discard."""
     examiner = Examining(simulated_pool, "hidden.py:LosesTheRestAfterDiscard", shrink_s=240)

@@ -84,7 +84,7 @@ def comparable(result: Result) -> Result:
             ("museum:swaps-equal-buckets", "violated"),
             ("broken.py:ExitsInReduce", "violated"),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_a_campaign_gives_the_same_in_one_lane_and_in_two(

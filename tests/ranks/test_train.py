@@ -212,3 +212,50 @@ def test_an_interrupt_gives_the_partial_result(pool: RankPool) -> None:
 
     assert (result.verdict, result.interrupted, len(result.records)) == ("unknown", True, 2)
     assert result.reason == "interrupted after 2 of 50 steps"
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------
+
+MUONS = tuple(f"blocks.0.{name}.weight" for name in ("query_key_value", "attention_out", "widen", "narrow"))
+
+
+@pytest.mark.parametrize("world", sampled([1, 2, 3, 4], every=2))
+def test_sharded_muon_equals_the_unsharded_one_at_every_step(pool: RankPool, world: int) -> None:
+    result = _train(pool, "muon", world=world, steps=8, max_norm=1.7)
+
+    assert (result.verdict, result.failure, result.reason) == ("holds", None, None)
+    assert all(record.equal_bits and record.norm_ok for record in result.records)
+    assert [record.sharded_loss for record in result.records] == [record.unsharded_loss for record in result.records]
+    assert result.records[-1].sharded_loss < result.records[0].sharded_loss - 0.2
+    assert result.muon == MUONS
+    assert (result.oracle["ordered"], result.oracle["bound"], result.oracle["loose"]) == (8 * world, 0, 0)
+    assert result.oracle["exact"] >= 8 * len(MUONS)  # masters, after Newton-Schulz on an owner
+    assert result.reached["one part"] + result.reached["several parts"] == 8
+    assert min(result.properties[name] for name in ("master", "moments", "clip", "norm", "ownership", "intake")) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("MeansTwice", ("gradient", "reduce", 0)),
+        ("OrthogonalisesWholeQueryKeyValue", ("master", "update", 0)),
+        ("ForgetsPartsOnOneRank", ("spill", "reduce", 1)),
+        ("LeavesOneStale", ("weights", "gather", 2)),
+    ],
+)
+def test_a_broken_sharded_muon_is_found_where_it_is_wrong(
+    pool: RankPool, name: str, expected: tuple[str, str, int]
+) -> None:
+    result = _train(pool, f"training.py:{name}", world=3)
+
+    assert result.verdict == "violated"
+    assert result.failure is not None
+    assert (result.failure.property, result.failure.stage, result.failure.step) == expected
+
+
+def test_a_sharded_muon_whose_sums_no_order_explains_is_followed_within_the_bound(pool: RankPool) -> None:
+    result = _train(pool, "training.py:RoundsOtherwise", world=3)
+
+    assert (result.verdict, result.failure) == ("holds", None)
+    assert all(record.within_bound and not record.equal_bits for record in result.records)
+    assert (result.oracle["ordered"], result.oracle["bound"]) == (0, 4 * 3)

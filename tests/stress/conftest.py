@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from tests.cli.conftest import cli
+from tests.cli.conftest import cli, start
+from tests.cli.test_fuzz import wrong
+from tests.ranks.test_museum_campaign import broken
 
-__all__ = ["cli"]
+__all__ = ["broken", "cli", "start", "wrong"]

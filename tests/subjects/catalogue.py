@@ -103,8 +103,8 @@ BROKEN: tuple[Broken, ...] = (
 
 
 def on_real_ranks(broken: Broken) -> bool:
-    """Whether a class must be run on processes: its bug ends or stops one; and each sixth of the others."""
-    return "progress" in broken.properties or BROKEN.index(broken) % 6 == 0
+    """Whether a class must be run on processes: its bug ends or stops one; and each twelfth of the others."""
+    return "progress" in broken.properties or BROKEN.index(broken) % 12 == 0
 
 
 def simulated(broken: Broken) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from zero2core import ZeroMaster
+from zero2core import MuonAdamW, MuonParamInfo, MuonShardingConfig, MuonShardingOptimizer, ZeroMaster
 
 
 class ForgetsLastElement(ZeroMaster):
@@ -81,3 +83,62 @@ class ExitsAfterReduce(ZeroMaster):
         self._reductions += 1
         if self._reductions == 2 and self.rank == self.world - 1:
             os._exit(0)
+
+
+class MeansTwice(MuonShardingOptimizer):
+    """Bug: divides the mean by the number of ranks again; Muon and AdamW hide it from the weights but for a clip."""
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for shard in self.local_shards():
+            if shard.gradient is not None:
+                shard.gradient.div_(3.0)
+
+
+class _CutsNothing(MuonAdamW):
+    def __init__(self, named_params: Any, info: Mapping[str, MuonParamInfo], **settings: Any) -> None:
+        uncut = {name: replace(one, split="none", sizes=()) for name, one in info.items()}
+        super().__init__(named_params, uncut, **settings)
+
+
+class OrthogonalisesWholeQueryKeyValue(MuonShardingOptimizer):
+    """Bug: query, key and value are orthogonalised as one matrix."""
+
+    inner_class = _CutsNothing
+
+
+class ForgetsPartsOnOneRank(MuonShardingOptimizer):
+    """Bug: rank 1 forgets a step's earlier parts."""
+
+    def _take(self, member: Any, gradient: torch.Tensor) -> None:
+        if self.rank == 1:
+            member.touched = False
+        super()._take(member, gradient)
+
+
+class LeavesOneStale(MuonShardingOptimizer):
+    """Bug: in the third step the last weight of the head stays as it was, on rank 1."""
+
+    def __init__(self, inner: MuonAdamW, group: Any = None, config: MuonShardingConfig | None = None) -> None:
+        super().__init__(inner, group, config)
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        last = self.inner.named["head.weight"].detach().view(-1)[-1:]
+        before = last.clone()
+        super().step(closure)
+        self.num_steps += 1
+        if self.num_steps == 3 and self.rank == 1:
+            last.copy_(before - 1)
+
+
+class RoundsOtherwise(MuonShardingOptimizer):
+    """Right, but for one more rounding somewhere, as if it added in no order: the largest element is off by a place."""
+
+    def reduce_gradients(self) -> None:
+        super().reduce_gradients()
+        for shard in self.local_shards():
+            if shard.gradient is not None:
+                index = int(shard.gradient.abs().argmax())
+                largest = shard.gradient[index : index + 1]
+                largest.copy_(torch.nextafter(largest, torch.zeros_like(largest)))

@@ -199,7 +199,7 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
         (
             set_("operations", 3, "op", to="stop"),
             "$.operations[3].op: expected one of 'build', 'part', 'clip', 'step', 'discard', 'skip', 'rate', 'load', "
-            "got 'stop'",
+            "'reload', got 'stop'",
         ),
         (delete("operations", 3, "op"), "$.operations[3]: object missing required field `op`"),
         (delete("operations", 5), "$.operations: the last step is not finished by a step, a skip or a discard"),
@@ -248,7 +248,8 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
             set_("values", "nonfinite", to=True),
             "$.values.nonfinite: without special values there are none that are not finite",
         ),
-        (set_("system", to="muon"), "$.system: expected one of 'zero_master', got 'muon'"),
+        (set_("system", to="fsdp"), "$.system: expected one of 'zero_master', 'muon', got 'fsdp'"),
+        (set_("system", to="muon"), "$.muon: missing, system 'muon' needs it"),
         (
             set_("subject", "args", "a", to=[1]),
             "$.subject.args[...]: expected `bool | int | float | str | null`, got `array`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from harness.doctor import examination, machine, readings, show, trees
+from harness.doctor import examination, machine, product_readings, products, readings, show, trees
 from harness.doctor.examination import Examination, reason_of, run_doctor, why_unanswered
 from harness.doctor.findings import DoctorResult, Finding, Verdict, by_reason, over_worlds, overall, unmeasured
 from harness.doctor.messages import (
     AdamWReport,
     AverageReport,
     CallReport,
+    Condition,
     Describe,
     Description,
     LatencyReport,
@@ -25,6 +27,7 @@ from harness.doctor.messages import (
     MeasureAverage,
     MeasureLatency,
     MeasureOrder,
+    MeasureProducts,
     MeasureRepeats,
     MeasureRounding,
     MeasureSpecials,
@@ -32,6 +35,7 @@ from harness.doctor.messages import (
     MeasureSubnormals,
     ModeReport,
     OrderReport,
+    ProductsReport,
     RepeatsReport,
     Report,
     RoundingReport,
@@ -91,6 +95,12 @@ AVERAGE = AverageReport(
 )
 REPEATS = RepeatsReport(repeats=20, collectives={"all_reduce fp32 of 6": ("a",)}, passes={"fp32": ("p",)})
 STRIDED = StridedReport(views={"transposed": ViewReport(elements=6, wrong=3, outside=6, changed=3)})
+PRODUCTS = ProductsReport(
+    shapes=("3x5", "768x2304"),
+    threads=(2, 3, 4),
+    differing={"norm fp32": dict.fromkeys(Condition, ()), "products bf16": dict.fromkeys(Condition, ())},
+    left_out={"norm fp32": (), "products bf16": ()},
+)
 LATENCY = LatencyReport(elements=256, median_ms=3.0)
 
 
@@ -101,6 +111,12 @@ def changed(report: Any, **fields: Any) -> Any:
 def on(report: Any, world: int = 3) -> dict[int, list[Any]]:
     """The same report from every rank of a world."""
     return {world: [report] * world}
+
+
+def products_of(condition: Condition) -> ProductsReport:
+    """One product of two has other bits under ``condition``."""
+    found = dict.fromkeys(Condition, ()) | {condition: ("768x2304",)}
+    return changed(PRODUCTS, differing={**PRODUCTS.differing, "products bf16": found})  # type: ignore[no-any-return]
 
 
 def order_of(**fields: Any) -> dict[int, list[OrderReport]]:
@@ -125,6 +141,8 @@ OTHER_PASS = [REPEATS, REPEATS, changed(REPEATS, passes={"fp32": ("q",)})]
 INEXACT_AVERAGE = changed(AVERAGE, divided={"fp32": 1})
 SCALED_AVERAGE = changed(AVERAGE, divided={"fp32": 4}, scaled_before={"fp32": 0})
 POWER_OF_TWO = changed(AVERAGE, multiplied={"fp32": 0}, scaled_before={"fp32": 0}, distinct={"fp32": 0})
+
+ALL_SLOW = changed(PRODUCTS, left_out=dict.fromkeys(PRODUCTS.differing, PRODUCTS.shapes))
 
 OK, NOTE, PROBLEM, UNKNOWN = Verdict.OK, Verdict.NOTE, Verdict.PROBLEM, Verdict.UNKNOWN
 
@@ -194,6 +212,29 @@ READ: list[tuple[str, Callable[[], Finding], Verdict, str]] = [
     ("drifting", lambda: readings.read_repeats({3: DRIFTING}), PROBLEM, "drift apart"),
     ("passes", lambda: readings.read_passes(on(REPEATS)), OK, "equal gradients"),
     ("passes differ", lambda: readings.read_passes({3: OTHER_PASS}), PROBLEM, "different bits"),
+    ("same matrix", lambda: product_readings.read_same(PRODUCTS), OK, "on whichever rank owns the matrix"),
+    (
+        "same matrix, another time",
+        lambda: product_readings.read_same(products_of(Condition.REPEAT)),
+        PROBLEM,
+        "from time to time or from place to place (products bf16)",
+    ),
+    ("same matrix, elsewhere", lambda: product_readings.read_same(products_of(Condition.PLACE)), PROBLEM, "(products"),
+    ("same matrix, on threads", lambda: product_readings.read_same(products_of(Condition.THREADS)), OK, "as many"),
+    ("no products", lambda: product_readings.read_same(ALL_SLOW), UNKNOWN, "trust none"),
+    *(
+        (f"{name}{what}", partial(product_readings.read_condition, report, condition), verdict, says[verdict])
+        for condition, name, says in (
+            (Condition.BATCH, "batches", {OK: "one at a time", NOTE: "must batch as the system"}),
+            (Condition.COLUMNS, "storage", {OK: "did not matter", NOTE: "the same view"}),
+            (Condition.THREADS, "threads", {OK: "did not matter", NOTE: "on as many threads"}),
+        )
+        for what, report, verdict in (
+            ("", PRODUCTS, OK),
+            (" differ", products_of(condition), NOTE),
+            (" repeat", products_of(Condition.REPEAT), OK),
+        )
+    ),
     ("strided", lambda: readings.read_strided(on(STRIDED)), NOTE, "Silently wrong"),
     ("strided right", lambda: readings.read_strided(on(EXACT_VIEW)), OK, "come out right here"),
     ("strided refused", lambda: readings.read_strided(on(REFUSED_VIEW)), OK, "refused"),
@@ -329,6 +370,66 @@ def test_rounding_looks_at_every_kind_of_pattern(monkeypatch: pytest.MonkeyPatch
     assert cut_off.lost > 0  # 0x7f800001 becomes infinity
 
 
+def _sum_of_rows(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.sum(-1, keepdim=True)
+
+
+def _depends_on(condition: Condition) -> products.Operation:
+    """An operation whose result is another one under ``condition`` alone."""
+    calls = iter(range(1_000))
+    first_place: list[int] = []
+
+    def operation(matrix: torch.Tensor) -> torch.Tensor:
+        first_place.append(matrix.data_ptr() % 64)
+        shows = {
+            Condition.REPEAT: next(calls) > 0,
+            Condition.PLACE: matrix.dim() == 2 and matrix.is_contiguous() and first_place[-1] != first_place[0],
+            Condition.BATCH: matrix.dim() == 3,
+            Condition.COLUMNS: not matrix.is_contiguous(),
+            Condition.THREADS: torch.get_num_threads() > 1,
+        }
+        return _sum_of_rows(matrix) + float(shows[condition])
+
+    return operation
+
+
+@pytest.mark.parametrize("condition", Condition)
+def test_a_product_that_depends_on_something_is_seen(condition: Condition, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = {
+        "steady": (_sum_of_rows, torch.float64),
+        "swaying": (_depends_on(condition), torch.bfloat16),
+    }
+    monkeypatch.setattr(products, "OPERATIONS", operations)
+    monkeypatch.setattr(products, "SHAPES", ((4, 32),))
+    threads = torch.get_num_threads()
+    report = products.measure_products(MeasureProducts(seed=1))
+    assert torch.get_num_threads() == threads
+    assert not any(report.differing["steady"].values())
+    found = {each for each, shapes in report.differing["swaying"].items() if shapes == ("4x32",)}
+    assert condition in found
+    assert found == (set(Condition) if condition is Condition.REPEAT else {condition})
+
+
+def test_every_operation_of_newton_schulz_is_measured_on_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHAPES", ((3, 5), (7, 256)))
+    report = products.measure_products(MeasureProducts(seed=1))
+    assert report.shapes == ("3x5", "7x256")
+    assert list(report.differing) == list(report.left_out) == ["norm fp32", "products fp32", "products bf16"]
+    assert all(list(found) == list(Condition) for found in report.differing.values())
+
+
+def test_what_is_too_slow_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHAPES", ((3, 5), (7, 256)))
+    monkeypatch.setattr(products, "_TOO_SLOW_S", -1.0)
+    report = products.measure_products(MeasureProducts(seed=1))
+    assert set(report.left_out.values()) == {("3x5", "7x256")}
+    assert product_readings.read_same(report).verdict is UNKNOWN
+    monkeypatch.setattr(products, "_TOO_SLOW_S", 1e9)
+    assert set(products.measure_products(MeasureProducts(seed=1)).left_out.values()) == {()}
+    slow = changed(PRODUCTS, left_out={**PRODUCTS.left_out, "products bf16": ("768x2304",)})
+    assert "products bf16 0, without 768x2304, too slow" in product_readings.read_same(slow).measured
+
+
 def test_the_machine_is_measured_also_where_there_is_nothing(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     assert machine.measure_space(missing).error is not None
@@ -358,6 +459,7 @@ GOOD: Mapping[type, Report] = {
     MeasureRounding: ROUNDING,
     MeasureSpecials: SPECIALS,
     MeasureSubnormals: SUBNORMALS,
+    MeasureProducts: PRODUCTS,
     MeasureStrided: STRIDED,
 }
 
@@ -404,6 +506,7 @@ NAMES = {
     *("ranks", "torch", "order at world 2", "order at world 3", "order at world 4", "sums", "repeats"),
     *("forward, backward", "AVG", "AdamW foreach=False", "AdamW foreach=True", "AdamW fused=True", "AdamW modes"),
     *("rounding to bf16", "nan", "subnormals", "subnormal sums", "strided views"),
+    *("Muon, same matrix", "Muon, batches", "Muon, storage order", "Muon, threads"),
 }
 
 

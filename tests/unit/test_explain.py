@@ -195,17 +195,26 @@ def test_a_case_that_may_not_be_the_smallest_says_so() -> None:
     assert "may not be the smallest" in (cut.cut_short or "")
 
 
-def traced(*runs: tuple[str, str]) -> Evaluation:
+def traced(*runs: tuple[str, str], settling: int = 1) -> Evaluation:
     """What is said of a scenario whose runs gave these bits, and whose ranks waited in these places."""
     first, *again = (Evaluation(Conclusion.HOLDS, fingerprint=run) for run in runs)
     answers = iter(again)
-    said = repeated(cast(Evaluator, Canned(lambda scenario, stall_s: next(answers))), FIRST, first, Counter(), times=1)
+    runs_them = cast(Evaluator, Canned(lambda scenario, stall_s: next(answers)))
+    said = repeated(runs_them, FIRST, first, Counter(), times=1, settling=settling)
     assert next(answers, None) is None, "it was not run as often as there are answers"
     return said
 
 
 def test_a_first_run_may_set_up_what_is_kept() -> None:
     assert traced(("bits", "makes groups"), ("bits", "has them"), ("bits", "has them")).conclusion is Conclusion.HOLDS
+
+
+def test_what_is_kept_may_have_been_there_in_another_process() -> None:
+    runs = [("bits", "has them"), ("bits", "makes groups"), ("bits", "has them"), ("bits", "has them")]
+    assert traced(*runs, settling=2).conclusion is Conclusion.HOLDS
+    other = traced(*runs[:3], ("bits", "elsewhere"), settling=2)
+    assert other.divergence is not None
+    assert traced(("bits", "here"), ("other bits", "here"), settling=2).divergence is not None
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,9 @@ def test_of_one_kind_the_smaller_is_told(fuzz: Runs) -> None:
     assert (fuzz.directory / "cases" / "another.json").exists()
 
 
-def test_what_was_found_elsewhere_counts_only_once_it_is_seen_here(fuzz: Runs) -> None:
+def test_what_was_found_elsewhere_counts_only_once_it_is_seen_here(fuzz: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "LATE_S", 0.05)  # the worker that was told to try it never says anything
+    monkeypatch.setattr(campaign, "GRACE_S", 0.05)
     (fuzz.directory / "findings").mkdir(parents=True)
     elsewhere = msgspec.structs.replace(save(fuzz.directory, "merged-1", complete=True, index=None), foreign=True)
     state.save_finding(fuzz.directory, elsewhere)

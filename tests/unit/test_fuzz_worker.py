@@ -75,7 +75,9 @@ def tried(
         ),
     )  # fmt: skip
     told, examining = Told(), Examining(*seen)
-    worker = _Worker(setup, cast(Evaluator, SimpleNamespace(extension=CONTRACT)), cast(_Line, told))
+    worker = _Worker(
+        setup, cast(Evaluator, SimpleNamespace(extension=CONTRACT, system="zero_master")), cast(_Line, told)
+    )
     worker._examiner = cast(CampaignExaminer, examining)
     assert worker._saved(RunSaved(("one",), database=False))
     return SimpleNamespace(left=examining.seen, explained=examining.explained, said=told.said, found=told.found_again)

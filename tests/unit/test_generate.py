@@ -19,7 +19,7 @@ import pytest
 
 from harness.oracles.contributions import Nesting, reduced_in_order
 from harness.oracles.order import in_rank_order
-from harness.scenario import generate
+from harness.scenario import systems
 from harness.scenario.aims import AIMS, FREE, SPECIALS, SPREADS, Form
 from harness.scenario.generate import draw, scenarios, turn
 from harness.scenario.model import (
@@ -368,7 +368,7 @@ def test_a_campaign_over_one_world_has_general_values_too(world: int) -> None:
 def test_each_draw_is_the_random_one_and_not_the_simplest_that_hypothesis_tries_first() -> None:
     """Which is told from it by one choice, so that nothing is drawn in vain."""
     drawn = 0
-    real = generate.draw_scenario
+    real = systems.draw_scenario
 
     def counted(*given: Any) -> Scenario:
         nonlocal drawn
@@ -376,7 +376,7 @@ def test_each_draw_is_the_random_one_and_not_the_simplest_that_hypothesis_tries_
         return real(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "draw_scenario", counted)
+        patch.setattr(systems, "draw_scenario", counted)
         made = [draw(21, index, (1,)) for index in range(60)]
     assert drawn == 60
     assert len(set(made)) == 60

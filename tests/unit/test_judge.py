@@ -150,6 +150,21 @@ def test_norms_of_other_precision_differ() -> None:
     assert (found.rank, found.expected, found.actual, found.ulps) == (2, 2.0, 2.0, None)
 
 
+def test_weights_of_a_group_of_ranks_are_compared_within_it() -> None:
+    def with_pair(digest: str, group: tuple[int, int]) -> dict[str, object]:
+        return {"weights": (WeightsObservation(0, "all"), WeightsObservation(0, digest, group))}
+
+    one, other, alone = with_pair("a", (0, 1)), with_pair("b", (2, 3)), {"weights": (WeightsObservation(0, "all"),)}
+    agreed = merge(ranks(one, one, other, other, alone), 5)
+    split = merge(ranks(one, one, other, with_pair("c", (2, 3)), alone), 5).divergence
+
+    assert agreed.divergence is None
+    assert agreed.checks["agreement"] == 3
+    assert split is not None
+    assert (split.property, split.rank) == (Property.AGREEMENT, 3)
+    assert "rank 2 have digest b" in split.message
+
+
 def test_weights_that_differ_between_ranks_violate_agreement() -> None:
     def weights(*digests: str) -> dict[str, object]:
         return {"weights": tuple(WeightsObservation(step, one) for step, one in enumerate(digests))}

@@ -129,6 +129,14 @@ def test_every_exhibit_is_run_once_within_its_bounds_from_a_seed_of_its_own(muse
     assert [outcome.seed for outcome in result.controls] == [seed_of(1, each.id) for each in (CONTROL, OTHER)]
 
 
+def test_an_exhibit_of_a_slower_system_has_more_time(museum: Runs) -> None:
+    muon = next(control for control in CONTROLS if control.system == "muon")
+    museum(plants=(), controls=(CONTROL, muon), seconds_per_plant=3.0)
+
+    seconds = {order.given: order.seconds for order in museum.crew.orders if isinstance(order, RunCampaign)}
+    assert seconds == {CONTROL.subject: 3.0, muon.subject: 9.0}
+
+
 def test_what_came_of_a_plant_is_judged_by_the_case_that_was_saved(museum: Runs) -> None:
     result = museum()
 

@@ -94,3 +94,15 @@ def test_an_unknown_name_is_refused_with_what_may_be_meant(name: str, answer: st
         chosen("max-of-norms", name)
     assert str(refused.value).startswith(f"--plant {name}: ")
     assert answer in str(refused.value)
+
+
+def test_one_kind_of_system_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = Control("OtherOrder", "adds squares backwards", system="muon")
+    monkeypatch.setattr(catalogue, "CONTROLS", (PLAIN, matrices))
+    muon = select([], backend="sim", everything=False, controls=True, system="muon")
+    assert muon == Selection((), (matrices,))
+    assert select([], backend="sim", everything=False, controls=True, system="zero_master") == Selection(
+        (MAX, DIES, RACES), (PLAIN,)
+    )
+    with pytest.raises(UsageError, match="one or the other"):
+        select([MAX.id], backend="sim", everything=False, controls=True, system="muon")

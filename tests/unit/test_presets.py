@@ -11,7 +11,15 @@ import pytest
 
 from harness.errors import UsageError
 from harness.scenario.model import Clip, Domain, Parameter, Scenario, check, steps
-from harness.scenario.presets import MAX_ROUNDING, PRESETS, PROCESS_BYTES, campaign, memory_estimate, parameters
+from harness.scenario.presets import (
+    MAX_ROUNDING,
+    PRESETS,
+    PROCESS_BYTES,
+    campaign,
+    memory_estimate,
+    muon_matrices,
+    parameters,
+)
 from harness.scenario.values import gradient
 
 COUNTS = {
@@ -50,6 +58,23 @@ def test_a_preset_has_the_elements_and_tensors_of_its_model(name: str) -> None:
 )
 def test_names_and_shapes_are_those_of_the_checkpoint(name: str, parameter: Parameter) -> None:
     assert parameter in parameters(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "elements"),
+    [
+        ("tiny-mlp", 2, 16 * 64 + 64 * 64),
+        ("tiny-gpt", 2 * 4, 2 * 12 * 16**2),
+        ("gpt2", 12 * 4, 12 * 12 * 768**2),
+        ("qwen2.5-0.5b", 24 * 7, 24 * 896 * (3 * 4864 + 2 * 896 + 2 * 128)),
+        ("llama-3.2-1b", 16 * 7, 16 * 2048 * (3 * 8192 + 2 * 2048 + 2 * 512)),
+    ],
+)
+def test_every_matrix_but_the_first_and_the_last_is_muons(name: str, matrices: int, elements: int) -> None:
+    found = muon_matrices(name)
+    assert (len(found), sum(item.numel for item in found)) == (matrices, elements)
+    names = {item.name for item in parameters(name)}
+    assert set(PRESETS[name].ends) <= names - {item.name for item in found}
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:

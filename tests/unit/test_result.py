@@ -14,7 +14,7 @@ from harness.report.result import Examples, Failure, Result, WorldExamples, to_j
 RESULT_FIELDS = {
     "schema", "verdict", "subject", "backend", "order", "schedule", "worlds", "seed", "examples", "seconds",
     "examples_per_second", "oracle", "properties", "reached", "changed", "recycled", "versions", "failure", "reason",
-    "interrupted", "margin", "missing", "fuzz", "found_after",
+    "interrupted", "margin", "missing", "fuzz", "found_after", "system",
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from harness.scenario.model import (
     check,
     steps,
 )
-from harness.scenario.relations import Relation, RelationReference, related
+from harness.scenario.relations import Relation, RelationReference, related, relations_of
 from harness.scenario.situations import RUNTIME, reached, required
 from tests.examining import Judging
 from tests.support import repetitions, sampled
@@ -196,7 +197,7 @@ def test_the_features_of_a_round_change_and_some_rounds_have_all() -> None:
 
 def test_a_related_round_gives_every_relation_its_turn_and_only_where_it_applies() -> None:
     examiner, _ = run(first_of(Kind.RELATED))
-    assert {relation.name for relation in examiner.relations} == set(Relation) - {Relation.TIER}
+    assert {relation.name for relation in examiner.relations} == {*relations_of("zero_master")} - {Relation.TIER}
     assert len(examiner.relations) > 40
     assert all(scenario.values.domain is not Domain.GENERAL for scenario in examiner.examined)
     with_relation = [scenario for scenario in examiner.examined if scenario not in examiner.by_themselves]
@@ -223,7 +224,7 @@ def test_related_rounds_hold_each_goal_against_every_relation(
     assert run_round(this, seed=1, worlds=worlds, bucket=None, examiner=examiner, extension=EVERYTHING)
     relations = [reference.name for reference in examiner.relations]
     goals = [turn(index, worlds, extension=EVERYTHING).goal for index in range(this.size)]
-    each = set(Relation) - {Relation.TIER}
+    each = {*relations_of("zero_master")} - {Relation.TIER}
     assert all(set(relations[at : at + len(each)]) == each for at in range(0, this.size, len(each)))
     assert set(zip(goals, relations, strict=True)) == set(itertools.product(set(goals), each))
 
@@ -311,3 +312,15 @@ def test_databases_of_two_machines_are_merged(tmp_path: Path) -> None:
     assert merge(there, here) == 0
     with pytest.raises(NotADirectoryError, match="missing"):
         merge(tmp_path / "missing", here)
+
+
+def test_rounds_of_a_muon_subject_have_goals_relations_and_rare_situations_but_no_state_machine() -> None:
+    rounds = [round_of(1, index, "muon") for index in range(8)]
+    assert {this.kind for this in rounds} == {Kind.AIMED, Kind.RELATED, Kind.TARGETED}
+    for this in rounds[:3]:
+        examiner = Judging(never)
+        assert run_round(dataclasses.replace(this, size=8), seed=1, worlds=WORLDS, bucket=None, examiner=examiner)
+        assert len(examiner.examined) >= 8
+        assert {scenario.system for scenario in examiner.examined} == {"muon"}
+    assert {relation.name for relation in examiner.relations} <= {*relations_of("muon")}
+    assert len(examiner.relations) > 4

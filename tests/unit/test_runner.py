@@ -36,9 +36,11 @@ from harness.scenario.model import (
     Part,
     Scenario,
     Step,
+    System,
     Values,
     steps,
 )
+from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.relations import Relation
 from harness.scenario.situations import RUNTIME, Situation, reached, required
 from harness.subjects.source import SubjectSource
@@ -216,7 +218,8 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CannedPool:
     monkeypatch.setattr(explain, "time", clock)
     # Relations have tests of their own, below.
     monkeypatch.setattr(runner, "RELATE_EVERY", 10**9)
-    monkeypatch.setattr(runner, "APPLICABLE", tuple(prop for prop in Property if prop is not Property.INVARIANCE))
+    applicable = tuple(prop for prop in Property if prop is not Property.INVARIANCE)
+    monkeypatch.setattr(runner, "APPLICABLE", {"zero_master": applicable})
     monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw))
 
     def start_pool(_backend: str, _lanes: int) -> RankPool:
@@ -266,10 +269,16 @@ def campaign(pool: CannedPool, watcher: Watcher, options: Callable[..., Campaign
 
 @functools.cache
 def draw(
-    seed: int, index: int, worlds: tuple[int, ...], *, bucket: int | None = None, extension: Extension = CONTRACT
+    seed: int,
+    index: int,
+    worlds: tuple[int, ...],
+    *,
+    bucket: int | None = None,
+    extension: Extension = CONTRACT,
+    system: System = "zero_master",
 ) -> Scenario:
     """The real generator, which is asked only once for what several tests need."""
-    return generate.draw(seed, index, worlds, bucket=bucket, extension=extension)
+    return generate.draw(seed, index, worlds, bucket=bucket, extension=extension, system=system)
 
 
 @pytest.fixture
@@ -628,7 +637,7 @@ def test_scenarios_are_held_against_related_ones(
 def test_a_full_campaign_that_related_no_scenario_is_unknown(
     campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch, short_campaigns_are_full: None
 ) -> None:
-    monkeypatch.setattr(runner, "APPLICABLE", tuple(Property))
+    monkeypatch.setattr(runner, "APPLICABLE", {"zero_master": tuple(Property)})
     pool.answer = lambda scenario, rank, run: replied(verdict(scenario, rank, situations=EVERYTHING))
 
     result = campaign(worlds=(3, 4), examples=20)
@@ -1187,6 +1196,21 @@ def test_ranks_that_cannot_go_on_leave_it_unknown_with_what_was_seen(campaign: C
 
     assert (result.verdict, result.exit_code, result.reason) == ("unknown", EXIT_UNKNOWN, "the zygote is gone")
     assert result.examples.run == 2
+
+
+def test_a_campaign_that_never_begins_speaks_of_its_own_system(
+    campaign: Campaign, pool: CannedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> Outcome:
+        raise PoolError("the zygote is gone")
+
+    monkeypatch.setattr(pool, "run", gone)
+
+    result = campaign(subject=SubjectSource("muon", "muon"))
+
+    assert (result.verdict, result.reason, result.system) == ("unknown", "the zygote is gone", "muon")
+    assert set(result.missing) <= set(result.reached) == {situation.value for situation in MuonSituation}
+    assert result.missing
 
 
 @pytest.mark.parametrize("run", [1, 1 + REPLAYS], ids=["confirming", "shrinking"])

@@ -115,6 +115,39 @@ def test_each_kind_of_mistake_is_named_with_the_rank(
     assert difference.message.endswith(f": rank {deviant} {said}")
 
 
+def colored(rank: int) -> list[Collective]:
+    """Of five ranks two pairs have buffers of their own, not equally many, and the last has none; all have one."""
+    own = {(0, 1): [64, 64], (2, 3): [64]}
+    calls = [Collective("reduce", "fp32", 96, (0, 1, 2, 3, 4), 0, "reduce", "root 0")]
+    for group, lengths in own.items():
+        if rank in group:
+            calls += [
+                Collective("reduce", "fp32", n, group, 0, "reduce", f"root {group[0]} on group 7") for n in lengths
+            ]
+    return [*calls, Collective("all_reduce", "fp64", 1, (0, 1, 2, 3, 4), 0, "norm")]
+
+
+def test_groups_of_colors_may_have_other_buffers() -> None:
+    logs = [Log(colored(rank), True) for rank in range(5)]
+
+    seen, num_compared = differences(logs)
+
+    assert seen == []
+    assert num_compared == 10 * 2 + 2 + 1
+
+
+def test_a_rank_that_takes_its_colors_first_is_told_within_its_group_and_among_all() -> None:
+    logs = [Log(colored(rank), True) for rank in range(5)]
+    calls = list(logs[3].calls)
+    logs[3] = Log([calls[1], calls[0], calls[2]], True)
+
+    seen, _ = differences(logs)
+
+    assert len(seen) == 1
+    assert "rank 2" in seen[0].message
+    assert "rank 3" in seen[0].message
+
+
 @pytest.mark.parametrize("deviant", range(WORLD))
 @pytest.mark.parametrize("other", [("all_reduce", "fp32", 96), ("reduce_scatter", "bf16", 96), SHORT])
 def test_a_world_that_hangs_at_another_call_has_only_the_call_to_tell(deviant: int, other: Call) -> None:

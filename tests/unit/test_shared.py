@@ -29,6 +29,7 @@ from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities
 from harness.verdict import Property, RankVerdict
 from tests.lockstep import Lockstep
 from tests.subjects import broken
+from tests.support import paired
 from zero2core.zero_master import ZeroMaster
 
 WORLD = 3
@@ -77,11 +78,12 @@ SUBJECTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"exchanges": False}, {"inspect": True}], ids=["plain", "predicted", "inspect"]
-)
-@pytest.mark.parametrize(("cls", "wrong"), SUBJECTS.values(), ids=SUBJECTS.keys())
-def test_every_rank_finds_what_it_finds_alone(cls: type, wrong: bool, options: dict[str, bool], tmp_path: Path) -> None:
+WAYS: dict[str, dict[str, bool]] = {"plain": {}, "predicted": {"exchanges": False}, "inspect": {"inspect": True}}
+
+
+@pytest.mark.parametrize(("name", "way"), paired(SUBJECTS, list(WAYS)))
+def test_every_rank_finds_what_it_finds_alone(name: str, way: str, tmp_path: Path) -> None:
+    (cls, wrong), options = SUBJECTS[name], WAYS[way]
     found = set()
     for scenario in SCENARIOS:
         alone = drive(cls, scenario, tmp_path, None, **options)

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from harness.subjects.builtin import BUILTIN, CLASS_SUBJECT, Capabilities, capabilities
-from harness.subjects.load import METHODS, SubjectError, declared, has_full_master, load_class, missing_attributes
+from harness.subjects.load import (
+    METHODS,
+    MUON_METHODS,
+    SubjectError,
+    declared,
+    has_full_master,
+    load_class,
+    missing_attributes,
+    system_of,
+)
 
 SUBJECTS = Path(__file__).parent.parent / "subjects"
 
@@ -271,6 +280,41 @@ def test_all_missing_methods_are_named_at_once(write: Write) -> None:
     path = write("class Zero:\n    def __init__(self, params, rank, world, bucket=1): ...\n    discard = 3\n")
 
     assert f"no method {', '.join(METHODS)} (" in refusal(f"{path}:Zero")
+
+
+MUON = "class Muon:\n    def __init__(self, inner, group=None, config=None): ...\n" + "".join(
+    f"    def {method}(self, *args): ...\n" for method in MUON_METHODS
+)
+
+
+def test_what_kind_of_system_a_class_is_shows_in_its_methods(write: Write) -> None:
+    zero, muon = load_class(f"{write(RIGHT)}:Zero"), load_class(f"{write(MUON, 'muon.py')}:Muon")
+
+    assert (system_of(zero), system_of(muon)) == ("zero_master", "muon")
+    assert {name: system_of(load_class(name)) for name in BUILTIN} == {
+        name: builtin.system for name, builtin in BUILTIN.items()
+    }
+
+
+@pytest.mark.parametrize("method", ["no_sync", "clear_param_storage", "state_dict", "load_state_dict"])
+def test_each_missing_method_of_a_muon_class_is_named(method: str, write: Write) -> None:
+    path = write(MUON.replace(f"def {method}(", f"def not_{method}("))
+
+    assert f"lacks a part of the interface of MuonShardingOptimizer: no method {method} (" in refusal(f"{path}:Muon")
+
+
+def test_a_class_that_is_nearly_one_of_muon_is_told_what_that_would_take(write: Write) -> None:
+    nearly = write(MUON.replace("def step(", "def not_step("))
+    both = write(MUON + "    def collect(self, more): ...\n", "both.py")
+
+    assert refusal(f"{nearly}:Muon").endswith("To be taken for a MuonShardingOptimizer it lacks step")
+    assert refusal(f"{both}:Muon").endswith("taken for no MuonShardingOptimizer since it has a method collect")
+
+
+def test_the_signature_of_a_muon_class_is_checked(write: Write) -> None:
+    path = write(MUON.replace(", config=None", ""))
+
+    assert "cannot be constructed as Class(inner, group=..., config=...):" in refusal(f"{path}:Muon")
 
 
 def test_a_method_may_be_inherited_or_of_any_kind(write: Write) -> None:

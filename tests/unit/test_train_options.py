@@ -13,7 +13,7 @@ from harness.report.console import BOUND_LINE
 from harness.report.result import Failure
 from harness.subjects.source import SubjectSource
 from harness.train.campaign import StepRecord, TrainOptions, TrainResult, replay_command, run_training
-from harness.train.show import TrainProgress, loss_curves, print_result
+from harness.train.show import TrainProgress, loss_curves, print_result, record_line
 from harness.verdict import Divergence, Property, Stage
 
 
@@ -159,3 +159,11 @@ def test_a_step_that_differs_is_always_shown_with_what_differs() -> None:
 
     assert "UNPROVEN" in stream.getvalue()
     assert stream.getvalue().rstrip().endswith("DIFFERS: norm at norm")
+
+
+def test_a_run_with_muon_says_whose_parameters_are_muons_and_nothing_of_spills() -> None:
+    printed = _printed(_result([_record(0, spilled=None), _record(1, spilled=None)], muon=("a.weight", "b.weight")))
+
+    assert "  Muon         a.weight, b.weight; AdamW: all other parameters\n" in printed
+    assert record_line(_record(3, spilled=None)).startswith("step    3  parts   2  loss ")
+    assert "AdamW: all other" not in _printed(_result([_record(0)]))
