@@ -27,6 +27,7 @@ __all__ = [
     "group_device",
     "group_rank",
     "group_ranks",
+    "group_size",
     "group_world",
     "has_average",
     "launch_broadcast",
@@ -62,6 +63,11 @@ def group_world(group: dist.ProcessGroup | None) -> int | None:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.get_world_size(group)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks that work together with this one: 1 also outside ``group``, and where no default group exists."""
+    return max(group_world(group) or 1, 1)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:

@@ -32,7 +32,7 @@ from harness.drive.record import bits_of, norm_of
 from harness.drive.shard import Difference
 from harness.oracles import bounds, contributions
 from harness.oracles.contributions import Share
-from harness.oracles.muon import Life, State, UnshardedMuon, exact_squares, muon_of
+from harness.oracles.muon import Life, State, UnshardedMuon, exact_squares, lives, muon_of
 from harness.oracles.muon_bound import Judged
 from harness.scenario.model import Build, Domain, Load, Rate, Reload, StepPlan, steps
 from harness.scenario.muon import AdaptiveClip
@@ -74,12 +74,13 @@ class MuonDriver(MuonComparison):
         self.names = [parameter.name for parameter in self.scenario.parameters]
         self.index_of = {name: index for index, name in enumerate(self.names)}
         self.initial = self.shared.pristine(self.device).weights
+        self.own = {life.parameter: life for life in lives(self.scenario) if self.rank in life.ranks}
+        # Ranks in one process share all lives; a process of its own follows those of its rank alone.
         lineage = self.shared.lineage()
-        self.reference = UnshardedMuon(self.scenario, self.initial)
-        self.own = {life.parameter: life for life in self.reference.lives if self.rank in life.ranks}
-        if lineage is None:
-            self.reference = UnshardedMuon(self.scenario, self.initial, list(self.own.values()))
-        else:
+        self.reference = UnshardedMuon(
+            self.scenario, self.initial, list(self.own.values()) if lineage is None else None
+        )
+        if lineage is not None:
             self.reference.share(lineage)
         self.exact_norm = exact_squares(self.scenario)
         self.stepping = False

@@ -272,7 +272,7 @@ class TouchesTheFrozen(MuonShardingOptimizer):
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        for parameter in self.inner._frozen.values():
+        for parameter in self.inner.frozen.values():
             parameter.data.mul_(0.5)
 
 

@@ -85,6 +85,7 @@ class Buffer(ABC):
             place = member.of(self.weights)
             place.copy_(member.param.detach())
             member.param.data = place
+        self._prepare()
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +162,10 @@ class Buffer(ABC):
             self.gradient = None
 
     @abstractmethod
+    def _prepare(self) -> None:
+        """What else one of its kind has."""
+
+    @abstractmethod
     def _sum(self, gradient: Tensor) -> Flight: ...
 
     @abstractmethod
@@ -192,20 +197,10 @@ class Buffer(ABC):
 class WholeBuffer(Buffer):
     """Whole matrices of one owner: reduced to it, broadcast from it."""
 
-    def __init__(
-        self,
-        plan: BufferPlan,
-        route: Route,
-        params: Sequence[nn.Parameter],
-        *,
-        divisor: float,
-        average: bool,
-        parts: int,
-    ) -> None:
-        super().__init__(plan, route, params, divisor=divisor, average=average, parts=parts)
-        if plan.owner is None:
+    def _prepare(self) -> None:
+        if self.plan.owner is None:
             raise ValueError("a buffer of whole matrices has an owner")
-        self.owner = plan.owner
+        self.owner = self.plan.owner
         self._masters: list[tuple[Member, Tensor]] = []
 
     @property
@@ -260,23 +255,13 @@ class WholeBuffer(Buffer):
 class FlatBuffer(Buffer):
     """Element-wise parameters end to end, cut into equal pieces whatever they are: reduce-scatter, all-gather."""
 
-    def __init__(
-        self,
-        plan: BufferPlan,
-        route: Route,
-        params: Sequence[nn.Parameter],
-        *,
-        divisor: float,
-        average: bool,
-        parts: int,
-    ) -> None:
-        super().__init__(plan, route, params, divisor=divisor, average=average, parts=parts)
-        self._length = plan.numel // route.world
-        self._begin = route.piece * self._length
+    def _prepare(self) -> None:
+        self._length = self.plan.numel // self.route.world
+        self._begin = self.route.piece * self._length
         self._piece: Tensor | None = None  # the reduced gradient, fp32 [length]
-        self._sent = torch.zeros(self._length, dtype=plan.dtype, device=self.device)  # a piece on its way
+        self._sent = torch.zeros(self._length, dtype=self.plan.dtype, device=self.device)  # a piece on its way
         self._reduced_half: Tensor | None = None  # between two hops
-        self._sent_half = route.between(self._sent)
+        self._sent_half = self.route.between(self._sent)
         self._masters: list[tuple[int, Tensor]] = []
 
     def _reduced(self) -> Tensor:

@@ -273,12 +273,12 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
 
 def _several_groups(optimizer: MuonShardingOptimizer) -> dict[str, list[list[int]]]:
     """The groups of each parameter whose colour has several, ranks as the default group counts them."""
-    colors = {name: optimizer._color_of(name) for name in optimizer.inner.named}
+    colors = {name: optimizer.config.color_of(name) for name in optimizer.inner.named}
     mine = {repr(color.key): list(color.ranks) for color in optimizer.plan.colors}
     texts = [json.dumps(mine)]
-    if optimizer._world > 1 and len(set(colors.values())) > 1:
+    if optimizer.world > 1 and len(set(colors.values())) > 1:
         device = next(iter(optimizer.inner.named.values())).device
-        texts = gather_texts(texts[0], group=optimizer._group, device=device)
+        texts = gather_texts(texts[0], group=optimizer.group, device=device)
     groups: dict[str, set[tuple[int, ...]]] = {}
     for text in texts:
         for key, ranks in json.loads(text).items():

@@ -92,6 +92,11 @@ class MuonShardingConfig:
         if self.pipeline_overlap:
             raise NotImplementedError("pipeline_overlap: communication cannot start inside a pipeline schedule")
 
+    def color_of(self, name: str) -> Hashable:
+        """The key of a parameter's colour."""
+        entry = self.colors.get(name)
+        return DEFAULT_COLOR if entry is None else color_key(entry[0])
+
     @property
     def whole_buffer_mb(self) -> float:
         """MiB of a buffer of whole matrices; 0: one buffer for each."""

@@ -128,7 +128,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
         params = _pairs(named_params)
         self.named = {name: param for name, param in params.items() if param.requires_grad}
-        self._frozen = {name: param for name, param in params.items() if not param.requires_grad}
+        self.frozen = {name: param for name, param in params.items() if not param.requires_grad}
         self.info = _records(self.named, info)
         unknown = [name for name in info if name not in params]
         if unknown:
@@ -211,7 +211,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def require_same_trainable(self) -> None:
         """Raise ``GradientStateError`` naming a parameter that was frozen or thawed since construction."""
-        for name, param in (self.named | self._frozen).items():
+        for name, param in (self.named | self.frozen).items():
             if param.requires_grad != (name in self.named):
                 now, then = ("trainable", "frozen") if param.requires_grad else ("frozen", "trainable")
                 raise GradientStateError(
@@ -360,7 +360,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("named", "info", "grad_clip", "skip_missing", "_frozen")
+        own = ("named", "info", "grad_clip", "skip_missing", "frozen")
         return super().__getstate__() | {key: self.__dict__[key] for key in own}
 
 

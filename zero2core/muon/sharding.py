@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
@@ -29,8 +28,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero2core import collectives
 from zero2core.agreement import gather_texts, require_agreement
-from zero2core.errors import GradientStateError, RankMismatchError
+from zero2core.errors import GradientStateError
 from zero2core.muon import state as saved
+from zero2core.muon.arguments import (
+    agree_or_refuse,
+    arguments_problem,
+    local_world_size,
+    require_same_groups,
+    shared_facts,
+    wrong_type,
+)
 from zero2core.muon.buffers import Buffer, FlatBuffer, Member, WholeBuffer
 from zero2core.muon.checkpoint import load_sharded_state, sharded_state
 from zero2core.muon.clip import squared_norm
@@ -95,7 +102,7 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
 
     Attributes:
         plan: what lies where; ``str(plan)`` prints it.
-        rank: of this process in the group.
+        group, world, rank: the group as given, its number of ranks, and this process's place in it.
         grad_norm: joint norm (fp64, 0-dim) of the gradients that the last step's clip saw; None without a clip.
 
     Raises:
@@ -120,9 +127,11 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
         config: MuonShardingConfig | None = None,
     ) -> None:
         config = MuonShardingConfig() if config is None else config
-        problem = _wrong_type(inner, group, config)
+        problem = wrong_type(inner, group, config)
         if problem is not None:
-            _agree_or_refuse([], problem, group, collectives.group_device(group) if _world(group) > 1 else None)
+            agree_or_refuse(
+                [], problem, group, collectives.group_device(group) if collectives.group_size(group) > 1 else None
+            )
         self._complete = False
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.state = inner.state
@@ -130,14 +139,14 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self.config = config
         self.grad_norm: Tensor | None = None
-        self._group = group
+        self.group = group
         self._phase = _Phase.COLLECTING
         self._in_no_sync = self._had_no_sync = False
         self._armed = config.comm_overlap
         self._missing: frozenset[str] = frozenset()
         self._cleared: set[Hashable] = set()
-        self._world = _world(group)
-        self.rank = collectives.group_rank(group) if self._world > 1 else 0
+        self.world = collectives.group_size(group)
+        self.rank = collectives.group_rank(group) if self.world > 1 else 0
         self._groups = self._agree()
         self.plan = self._make_plan()
         self._buffers = self._make_buffers(self._make_routes())
@@ -152,12 +161,12 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
     def _agree(self) -> dict[Hashable, tuple[dist.ProcessGroup | None, tuple[int, ...]]]:
         """The group and its ranks of each colour that this rank is in. Collective; refuses on all ranks alike."""
         named = self.inner.named
-        said = self._problem()
+        said = arguments_problem(self.inner, self.group, self.config, self.world)
         problem = None if said is None else ValueError(said)
         params = list(named.values())
         device = params[0].device if params else torch.device("cpu")
-        _agree_or_refuse(self._facts() if problem is None else [], problem, self._group, device)
-        groups: dict[Hashable, dist.ProcessGroup | None] = {DEFAULT_COLOR: self._group}
+        agree_or_refuse(shared_facts(self.inner, self.config) if problem is None else [], problem, self.group, device)
+        groups: dict[Hashable, dist.ProcessGroup | None] = {DEFAULT_COLOR: self.group}
         for entry in self.config.colors.values():
             if entry is not None and color_key(entry[0]) != DEFAULT_COLOR:
                 groups[color_key(entry[0])] = entry[1]
@@ -168,96 +177,16 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
                 ranks = (0,)
             if ranks:
                 found[key] = groups[key], ranks
-        if self._world > 1 and any(self._color_of(name) != DEFAULT_COLOR for name in named):
-            self._require_same_groups({key: ranks for key, (_, ranks) in found.items()}, device)
+        if self.world > 1 and any(self.config.color_of(name) != DEFAULT_COLOR for name in named):
+            ranks_of = {key: ranks for key, (_, ranks) in found.items()}
+            require_same_groups(ranks_of, group=self.group, device=device)
         return found
-
-    def _require_same_groups(self, ranks_of: Mapping[Hashable, tuple[int, ...]], device: torch.device) -> None:
-        """Every rank of a colour's group was given that group: else some would wait in it for others. Collective."""
-        lines = [f"colour {key!r} on ranks {list(ranks)}" for key, ranks in ranks_of.items()]
-        texts = gather_texts("\n".join(lines), group=self._group, device=device)
-        everyone = collectives.group_ranks(self._group)
-        said = {rank: set(text.split("\n")) for rank, text in zip(everyone, texts, strict=True)}
-        for rank in everyone:
-            for line in sorted(said[rank]):
-                for member in map(int, line.rpartition("[")[2].rstrip("]").split(",")):
-                    if line not in said.get(member, ()):
-                        raise RankMismatchError(
-                            f"MuonShardingOptimizer: rank {rank} has {line}, rank {member} does not. Give all ranks of "
-                            "a colour's group that group, which must be of ranks of the optimizer's group"
-                        )
-
-    def _problem(self) -> str | None:
-        """Why this rank refuses its arguments."""
-        named, config = self.inner.named, self.config
-        if not named:
-            return "inner has no trainable parameters: there is nothing to train"
-        first_name, first = next(iter(named.items()))
-        for name, param in named.items():
-            if param.device != first.device:
-                return f"{name} is on {param.device}, but {first_name} is on {first.device}: move all to one device"
-        shared = _shared_memory(named, self.inner._frozen)
-        if shared is not None:
-            return (
-                f"{shared[0]} and {shared[1]} share memory, which two buffers cannot: to tie weights, make both "
-                "attributes the same Parameter; else give one of them a clone()"
-            )
-        groups: dict[Hashable, object] = {}
-        for name, entry in config.colors.items():
-            if name not in named:
-                return f"colors names {name!r}, which is no trainable parameter of inner"
-            if entry is None:
-                continue
-            key, group = color_key(entry[0]), entry[1]
-            if key == DEFAULT_COLOR and group not in (None, self._group):
-                return f"colors[{name!r}]: the default colour belongs to the default group, not to another one"
-            if groups.setdefault(key, group) is not group:
-                return f"colors[{name!r}]: colour {key!r} has two groups; give its parameters one and the same"
-        for key in config.color_divisors:
-            if color_key(key) not in {DEFAULT_COLOR, *groups}:
-                return f"color_divisors names colour {key!r}, which no parameter has"
-            if config.color_divisors[key] != config.color_divisors.get(color_key(key), config.color_divisors[key]):
-                return f"color_divisors has two divisors of the default colour, under None and {DEFAULT_COLOR}"
-        if config.two_hop:
-            size = self._local_world_size()
-            if size < 1:
-                said = os.environ.get("LOCAL_WORLD_SIZE")
-                return f"two_hop: local_world_size is None and LOCAL_WORLD_SIZE is {said!r}: give ranks of a node"
-            if self._world % size:
-                return f"two_hop: a world of {self._world} ranks is not divisible by local_world_size {size}"
-        return None
-
-    def _local_world_size(self) -> int:
-        """Ranks of a node; 0: not known."""
-        size = self.config.local_world_size
-        if size is None:
-            said = os.environ.get("LOCAL_WORLD_SIZE", "")
-            return int(said) if said.isdecimal() else 0
-        return size
-
-    def _facts(self) -> list[str]:
-        """What all ranks of the group must have alike; of colours not the ranks, which may be other ones elsewhere."""
-        config = self.config
-        shown = {name: getattr(config, name) for name in _SHARED_SETTINGS}
-        facts = [f"{name}: {value!r}" for name, value in shown.items()]
-        facts.append(f"local_world_size: {self._local_world_size() if config.two_hop else None!r}")
-        for name, param in self.inner.named.items():
-            entry = config.colors.get(name)
-            key = DEFAULT_COLOR if entry is None else color_key(entry[0])
-            info = self.inner.info[name]
-            facts.append(f"{name}: shape {tuple(param.shape)}, {param.dtype}, {info}, colour {key!r}")
-        divisors = {repr(color_key(key)): value for key, value in config.color_divisors.items()}
-        return [*facts, f"color_divisors: {sorted(divisors.items())}", f"grad_clip: {_shown(self.inner.grad_clip)}"]
-
-    def _color_of(self, name: str) -> Hashable:
-        entry = self.config.colors.get(name)
-        return DEFAULT_COLOR if entry is None else color_key(entry[0])
 
     def _make_plan(self) -> MuonShardingPlan:
         """The plan, compared with that of all other ranks of each colour's group. Collective."""
         trained = [
             TrainedParameter(
-                name, tuple(param.shape), param.dtype, self.inner.info[name].use_muon, self._color_of(name)
+                name, tuple(param.shape), param.dtype, self.inner.info[name].use_muon, self.config.color_of(name)
             )
             for name, param in self.inner.named.items()
         ]
@@ -276,18 +205,18 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
     def _make_routes(self) -> dict[Hashable, Route]:
         """How each colour's group communicates. With two hops collective over all ranks."""
         grids: dict[Hashable, Hops | None] = dict.fromkeys(self._groups)
-        if self.config.two_hop and self._world > 1:
-            if collectives.group_ranks(self._group) != tuple(range(collectives.group_world(None) or 1)):
+        if self.config.two_hop and self.world > 1:
+            if collectives.group_ranks(self.group) != tuple(range(collectives.group_world(None) or 1)):
                 raise NotImplementedError(
                     "two_hop needs the group of all ranks: groups of nodes are made by all of them"
                 )
-            size = self._local_world_size()
+            size = local_world_size(self.config)
             grids = {key: hops(ranks, size) for key, (_, ranks) in self._groups.items()}
             wanted = [group for grid in grids.values() if grid is not None for group in grid.groups()]
             # Every rank makes every group, in one order: whoever is only in some of them has to come all the same.
             text = ";".join(",".join(map(str, ranks)) for ranks in wanted)
             device = next(iter(self.inner.named.values())).device
-            texts = gather_texts(text, group=self._group, device=device)
+            texts = gather_texts(text, group=self.group, device=device)
             groups = {tuple(map(int, part.split(","))) for said in texts for part in said.split(";") if part}
             for ranks in sorted(groups):
                 collectives.subgroup(ranks)
@@ -591,17 +520,18 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
         self.grad_norm = None
         if clip is None:
             return
-        norms = self._sq_norms()
+        own = {one.name: self._own_sq_norm(one) for one in self._own}
+        norms = self._sq_norms(own)
         names = [name for name in norms if name not in self._missing]
         need = [self.inner.info[name].need_clip for name in names]
         device = next(iter(self.inner.named.values())).device
         total = torch.zeros(1, dtype=torch.float64, device=device)
-        for one in self._own:
+        for name, square in own.items():
             # Each element once, whatever its colour: every rank adds what it owns.
-            if self.inner.info[one.name].need_clip and one.name not in self._missing:
-                total += self._own_sq_norm(one)
-        if self._world > 1:
-            collectives.all_reduce_sum(total, group=self._group)
+            if self.inner.info[name].need_clip and name not in self._missing:
+                total += square
+        if self.world > 1:
+            collectives.all_reduce_sum(total, group=self.group)
         self.grad_norm = total[0].sqrt()
         squares = torch.stack([norms[name] for name in names]) if names else total[:0]
         factors = clip.factors(names, squares, total[0], need)
@@ -610,10 +540,12 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
             if one.name in by_name and one.gradient is not None and self.inner.info[one.name].need_clip:
                 one.gradient.mul_(by_name[one.name])
 
-    def _sq_norms(self) -> dict[str, Tensor]:
-        """Squared norm (fp64) of each whole parameter of this rank's colours, in the order of the model. Collective."""
+    def _sq_norms(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Squared norm (fp64) of each whole parameter of this rank's colours, in the order of the model. Collective.
+
+        ``own``: of what this rank has of it.
+        """
         found: dict[str, Tensor] = {}
-        own = {one.name: one for one in self._own}
         for color in self.plan.colors:
             members = [m.name for b in self._buffers if b.plan.color == color.key for m in b.members]
             if not members:
@@ -622,7 +554,7 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
             squares = torch.zeros(len(members), dtype=torch.float64, device=device)
             for index, name in enumerate(members):
                 if name in own:
-                    squares[index] = self._own_sq_norm(own[name])
+                    squares[index] = own[name]
             if len(color.ranks) > 1:
                 collectives.all_reduce_sum(squares, group=self._groups[color.key][0])
             found.update(zip(members, squares.unbind(), strict=True))
@@ -645,7 +577,7 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
             ValueError: no parameter has this colour, or one of it is fp32, which has no master beside it.
         """
         key = color_key(color)
-        if key not in map(self._color_of, self.inner.named):
+        if key not in map(self.config.color_of, self.inner.named):
             raise ValueError(f"clear_param_storage({color!r}): no parameter has this colour")
         mine = [buffer for buffer in self._buffers if buffer.plan.color == key]
         whole = [member.name for buffer in mine for member in buffer.members if buffer.plan.dtype == torch.float32]
@@ -656,7 +588,8 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
             )
         for buffer in mine:
             buffer.weights.untyped_storage().resize_(0)
-        self._cleared.add(key)
+        if mine:
+            self._cleared.add(key)
 
     @torch.no_grad()
     def reset_param_storage(self) -> None:
@@ -797,77 +730,9 @@ class MuonShardingOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         """World, colours, buffers and parameters."""
         return (
-            f"MuonShardingOptimizer(world={self._world}, colors={len(self.plan.colors)}, "
+            f"MuonShardingOptimizer(world={self.world}, colors={len(self.plan.colors)}, "
             f"buffers={len(self._buffers)}, parameters={len(self.inner.named)})"
         )
-
-
-_SHARED_SETTINGS = (
-    "comm_buffer_size_mb",
-    "owner_rule",
-    "owner_cap",
-    "use_reduce_avg",
-    "comm_overlap",
-    "release_gradients",
-    "two_hop",
-    "skip_missing",
-)
-
-
-def _world(group: dist.ProcessGroup | None) -> int:
-    return max(collectives.group_world(group) or 1, 1)
-
-
-def _shared_memory(trainable: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Two that have elements in common, one of them trainable; None: there are none.
-
-    Looks only at tensors that fill their memory: others may lie between each other's elements, as columns do.
-    """
-    found: list[tuple[int, int, str]] = []
-    for name, param in (*trainable.items(), *frozen.items()):
-        steps = zip(param.shape, param.stride(), strict=True)
-        if param.numel() and sum((size - 1) * stride for size, stride in steps) + 1 == param.numel():
-            start = param.data_ptr()  # 0: its storage was freed
-            found += [(start, start + param.numel() * param.itemsize, name)] if start else []
-    last_stop, last_name = 0, ""
-    for start, stop, name in sorted(found):
-        if start < last_stop and not (name in frozen and last_name in frozen):
-            return last_name, name
-        if stop > last_stop:
-            last_stop, last_name = stop, name
-    return None
-
-
-def _wrong_type(inner: object, group: object, config: object) -> Exception | None:
-    if not isinstance(inner, MuonAdamW):
-        return TypeError(f"inner must be a MuonAdamW, it is {type(inner).__name__}")
-    if not isinstance(config, MuonShardingConfig):
-        return TypeError(f"config must be a MuonShardingConfig, it is {type(config).__name__}")
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return ValueError("group does not have this rank: construct the optimizer on the ranks of the group only")
-    return None
-
-
-def _agree_or_refuse(
-    facts: Sequence[str], problem: Exception | None, group: dist.ProcessGroup | None, device: torch.device | None
-) -> None:
-    """Raise on all ranks of ``group`` when facts differ or some rank has a problem, there that. Collective."""
-    if _world(group) > 1:
-        facts = facts if problem is None else [f"refused: {problem}"]
-        try:
-            require_agreement("MuonShardingOptimizer", facts, group=group, device=device or torch.device("cpu"))
-        except ValueError as mismatch:
-            if problem is not None:
-                raise problem from mismatch
-            raise
-    if problem is not None:
-        raise problem
-
-
-def _shown(clip: object) -> str:
-    """A clip and its settings."""
-    settings = {name: value for name, value in vars(clip).items() if name[0] != "_"} if clip is not None else {}
-    return f"{type(clip).__name__} {settings}"
 
 
 def _taker(this: weakref.ref[MuonShardingOptimizer], member: Member) -> Callable[[Tensor], None]:

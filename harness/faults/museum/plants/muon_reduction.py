@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness.faults.museum.plain_muon import ByHand, OtherBuffers, TwoHops
 from zero2core import collectives
+from zero2core.muon.arguments import local_world_size
 from zero2core.muon.buffers import Buffer, FlatBuffer, Member, WholeBuffer
 from zero2core.muon.newton_schulz import newton_schulz
 from zero2core.muon.route import Flight, Route
@@ -78,7 +79,7 @@ class AveragesOverTheWorld(MuonShardingOptimizer):
     def _make_buffers(self, routes: Mapping[Hashable, Route]) -> list[Buffer]:
         buffers = super()._make_buffers(routes)
         for buffer in buffers:
-            buffer.divisor, buffer.average = float(self._world), False
+            buffer.divisor, buffer.average = float(self.world), False
         return buffers
 
 
@@ -106,7 +107,7 @@ class MeanOfMeans(OtherBuffers):
 
     def _make_buffers(self, routes: Mapping[Hashable, Route]) -> list[Buffer]:
         buffers = super()._make_buffers(routes)
-        size = self._local_world_size() if self.config.two_hop else 2
+        size = local_world_size(self.config) if self.config.two_hop else 2
         for buffer in buffers:
             nodes = [rank // size for rank in self._groups[buffer.plan.color][1]]
             own = nodes.count(self.rank // size)
@@ -281,7 +282,7 @@ class WalksBackwardOnOneRank(MuonShardingOptimizer):
 
     def _make_buffers(self, routes: Mapping[Hashable, Route]) -> list[Buffer]:
         buffers = super()._make_buffers(routes)
-        return buffers[::-1] if self.rank == self._world - 1 else buffers
+        return buffers[::-1] if self.rank == self.world - 1 else buffers
 
 
 # --- norm and clip
@@ -360,19 +361,18 @@ class NormOverOneColour(MuonShardingOptimizer):
     """Sums the joint norm over the group of the last colour that a rank has parameters of."""
 
     def _clip(self) -> None:
-        group = self._group
+        group = self.group
         colors = [buffer.plan.color for buffer in self._buffers]
-        self._group = self._groups[colors[-1]][0] if colors else group
+        self.group = self._groups[colors[-1]][0] if colors else group
         super()._clip()
-        self._group = group
+        self.group = group
 
 
 class AdaptsToNormsOfSlices(MuonShardingOptimizer):
     """Takes the norm of a rank's own slice for that of the parameter."""
 
-    def _sq_norms(self) -> dict[str, Tensor]:
-        norms = super()._sq_norms()
-        return norms | {one.name: self._own_sq_norm(one) for one in self._own}
+    def _sq_norms(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**super()._sq_norms(own), **own}
 
 
 # --- skipped steps and missing gradients
