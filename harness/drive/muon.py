@@ -324,14 +324,25 @@ class MuonDriver(MuonComparison):
         everyone = self._all_gathered(mine, "gradients")
         self.reference.adopt_gradients(self._assembled(everyone, self.reference.gradients.of))
 
+    def _in_odd_step(self) -> bool:
+        """What can be done in two ways is done in one of them in every other step."""
+        return (self.record.step or 0) % 2 == 1
+
     def _give_storage_up(self) -> None:
-        """Between the reduction and the step, which gives it back."""
+        """Between the reduction and the step, which gives it back; in every other step it is asked back before."""
         color = self.muon.release_color
         released = [index for index in self.own if muon_build.color_of_mark(self.muon.marks[index]) == color]
         if color is None or not released:
             return  # a rank in none of its groups has none to give up
         with self._subject("clear_param_storage"):
             self.subject.clear_param_storage(color)
+        self._check_given_up(released)
+        if self._in_odd_step():
+            with self._subject("reset_param_storage"):
+                self.subject.reset_param_storage()
+            self._compare_weights("after reset_param_storage()")
+
+    def _check_given_up(self, released: Sequence[int]) -> None:
         if not self.record.clean:
             return
         for index in released:
@@ -492,9 +503,13 @@ class MuonDriver(MuonComparison):
         self.reference.adopt_masters({life: master for life, master in observed.items() if life in trained})
 
     def _clear(self, when: str) -> None:
+        to_zero = self._in_odd_step()
         with self._subject("clear_grad"):
-            self.subject.clear_grad()
-        self._check_cleared(f"clear_grad() {when}")
+            if to_zero:
+                self.subject.clear_grad(set_to_zero=True)
+            else:
+                self.subject.clear_grad()
+        self._check_cleared(f"clear_grad({'set_to_zero=True' if to_zero else ''}) {when}")
         if self.record.stage is not Stage.GATHER:
             self.reference.drop()
 

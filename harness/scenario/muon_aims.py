@@ -14,6 +14,7 @@ from harness.scenario.aims import (
     ANY_STEP,
     EXACT_DOMAINS,
     FREE,
+    MAX_KS,
     NUM_PARTS,
     Aim,
     Dtype,
@@ -340,7 +341,13 @@ MUON_AIMS: dict[MuonSituation, MuonAim] = {
     ),
     MuonSituation.NODES_OF_ONE: MuonAim(hop=(Hop.ONES,)),
     MuonSituation.ONE_NODE: MuonAim(hop=(Hop.ONE,)),
-    MuonSituation.NODES_OF_SEVERAL: MuonAim(hop=(Hop.SEVERAL,)),
+    # With sums that need more bits than bf16 has already inside a node: what is rounded between two hops shows.
+    MuonSituation.NODES_OF_SEVERAL: MuonAim(
+        Aim(step=StepAim(parts=(2, 4)), domain=(Domain.EXACT,), max_k=_of(MAX_KS, 255, 254, 240, 201), lr=LRS[:-1]),
+        bearers=_ONE,
+        num_colors=(0,),
+        hop=(Hop.SEVERAL,),
+    ),
     MuonSituation.GLOBAL_CLIP: MuonAim(clip=(ClipKind.ACTIVE, ClipKind.INACTIVE)),
     MuonSituation.ADAPTIVE_WARMUP: MuonAim(_steps(StepAim()), clip=(ClipKind.ADAPTIVE,), warmup=(1, 2, 3)),
     MuonSituation.ADAPTIVE_CLIP: MuonAim(_then(StepAim()), clip=(ClipKind.ADAPTIVE,), warmup=(0, 1)),

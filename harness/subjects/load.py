@@ -25,6 +25,7 @@ MUON_METHODS = (
     "local_shards",
     "no_sync",
     "clear_param_storage",
+    "reset_param_storage",
     "state_dict",
     "load_state_dict",
 )

@@ -224,6 +224,12 @@ WRONG = {
     "StaleOnLastRank": (Property.WEIGHTS, Stage.GATHER, {}),
     "Repoints": (Property.STORAGE, Stage.GATHER, {}),
     "TouchesTheFrozen": (Property.STORAGE, Stage.GATHER, {}),
+    "GivesZerosBack": (Property.WEIGHTS, Stage.REDUCE, {"release_color": -1, "operations": [*step(2), *step(2)]}),
+    "KeepsWhatIsSetToZero": (
+        Property.INTAKE,
+        Stage.COLLECT,
+        {"operations": [*step(2), *step(2, 1, ending=Discard()), *step(2)], "backward": "assign"},
+    ),
     "GivesNothingUp": (Property.STORAGE, Stage.REDUCE, {"release_color": -1}),
     "KeepsGradients": (Property.MEMORY, Stage.UPDATE, {"sharding": Sharding(release_gradients=True)}),
     "LosesMomentum": (Property.MOMENTS, Stage.BUILD, {"operations": reload_after_rate(2)}),

@@ -283,6 +283,22 @@ class GivesNothingUp(MuonShardingOptimizer):
         pass
 
 
+class GivesZerosBack(MuonShardingOptimizer):
+    """Weights that are asked back are not filled from the masters."""
+
+    def reset_param_storage(self) -> None:
+        self._restore_storage()
+        self._cleared.clear()
+
+
+class KeepsWhatIsSetToZero(MuonShardingOptimizer):
+    """Only one way of forgetting gradients does."""
+
+    def clear_grad(self, set_to_zero: bool = False) -> None:
+        if not set_to_zero:
+            super().clear_grad()
+
+
 class KeepsGradients(MuonShardingOptimizer):
     """Gradients are there after the step whatever the settings say."""
 

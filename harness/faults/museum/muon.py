@@ -37,6 +37,7 @@ def known_muon(
     no_sync: bool = False,
     release_color: int | None = None,
     values: Values = MEANS,
+    multiple: int | None = None,
     optimizer: AdamW = VISIBLE,
     parameters: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Scenario:
@@ -51,6 +52,7 @@ def known_muon(
         settings, sharding, colors, clip, no_sync, release_color: of :class:`harness.scenario.muon.Muon`.
         backward: gradients come out of autograd, which fires hooks; else they are assigned.
         values: how gradients are drawn, before they are multiplied.
+        multiple: what they are multiplied by; None: what means over any number of these ranks divide by.
         optimizer: settings of the element-wise set.
         parameters: further fields of some parameters, by index.
 
@@ -68,7 +70,7 @@ def known_muon(
         sharding=sharding,
         colors=tuple(colors),
         clip=clip,
-        multiple=math.lcm(*range(1, world + 1)),
+        multiple=math.lcm(*range(1, world + 1)) if multiple is None else multiple,
         backward="autograd" if backward else "assign",
         no_sync=no_sync,
         release_color=release_color,

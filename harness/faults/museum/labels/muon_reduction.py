@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from harness.faults.museum.exhibit import ONE, TWO, Kind, Plant, part, properties, stages
+from harness.faults.museum.exhibit import INTEGERS, ONE, TWO, Kind, Plant, part, properties, stages
 from harness.faults.museum.muon import known_muon
 from harness.scenario.model import Discard, Skip, Step
 from harness.scenario.muon import AdaptiveClip, Color, GlobalClip, Mark, Sharding
@@ -199,6 +199,26 @@ PLANTS: Final[tuple[Plant, ...]] = (
         stages=stages("reduce"),
         own=True,
         known=known_muon(4, [(1, 1)]),
+    ),
+    Plant(
+        name="RoundsBetweenHops",
+        module="muon_reduction",
+        bugs=(),
+        kind=Kind.ROUNDING,
+        why=(
+            "What goes across nodes is rounded to bf16, to halve the slow traffic: the sum of a node's ranks needs "
+            "more digits than what each of them has."
+        ),
+        properties=properties("gradient spill"),
+        stages=stages("reduce"),
+        own=True,
+        known=known_muon(
+            4,
+            [(2, 4)],
+            sharding=Sharding(two_hop=True, local_world_size=2),
+            values=INTEGERS,
+            multiple=1,
+        ),
     ),
     Plant(
         name="PiecesInOrderOfRanks",

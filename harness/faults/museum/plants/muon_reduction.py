@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from harness.faults.museum.plain_muon import ByHand, OtherBuffers, TwoHops
 from zero2core import collectives
+from zero2core.collectives import Work
 from zero2core.muon.arguments import local_world_size
 from zero2core.muon.buffers import Buffer, FlatBuffer, Member, WholeBuffer
 from zero2core.muon.newton_schulz import newton_schulz
@@ -127,6 +129,26 @@ class ReducesInsideNodesOnly(TwoHops):
     """Leaves out the second hop of a reduction to an owner."""
 
     route_class = _InsideOnly
+
+
+class _NarrowAcross(Route):
+    def reduce(self, tensor: Tensor, owner: int, *, average: bool) -> Flight:
+        if self._grid is None:
+            return super().reduce(tensor, owner, average=average)
+        node, local = self._grid.place(self._ranks[owner])
+
+        def across() -> Work:
+            tensor.copy_(tensor.to(torch.bfloat16))
+            return collectives.reduce(tensor, dst=node, group=self._across)
+
+        inside = partial(collectives.reduce, tensor, dst=local, group=self._inside)
+        return Flight(inside, across if self._local == local else None)
+
+
+class RoundsBetweenHops(OtherBuffers):
+    """Sends the sum of a node to the owner's node in bf16."""
+
+    route_class = _NarrowAcross
 
 
 class PiecesInOrderOfRanks(TwoHops):
