@@ -1072,7 +1072,10 @@ def _list_plan(presets: Sequence[str], worlds: Sequence[int] | None, json_path: 
     from harness.balance import owners
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    answer = owners.ask(presets or owners.PRESETS, worlds or owners.WORLDS)
+    try:
+        answer = owners.ask(presets or owners.PRESETS, worlds or owners.WORLDS)
+    except owners.UnansweredError as error:
+        return _complain(f"unknown: {error}", results.EXIT_UNKNOWN)
     with _streams(output) as (text, _):
         if output is None:
             TextConsole(text).say("\n".join(owners.lines(answer)))

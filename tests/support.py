@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from harness.evaluate import Pool
 from harness.report.result import Result
 from harness.runner import CampaignOptions, replay_case, run_campaign
-from harness.scenario import codec
-from harness.scenario.model import Scenario
+from harness.scenario import codec, systems
+from harness.scenario.model import CONTRACT, Extension, Scenario, System
 from harness.subjects import source
 
 SUBJECTS = Path(__file__).parent / "subjects"
@@ -115,3 +115,10 @@ class Campaigns:
             timeout_s=timeout_s,
             shrink_s=shrink_s,
         )
+
+
+def required(
+    worlds: Sequence[int], bucket: int | None = None, extension: Extension = CONTRACT, system: System = "zero_master"
+) -> frozenset[Any]:
+    """What a full campaign over these worlds must reach, as a set."""
+    return frozenset(systems.required(worlds, systems.Space(system, bucket, extension)))

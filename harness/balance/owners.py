@@ -9,7 +9,6 @@ from itertools import groupby
 import msgspec
 
 from harness.balance.messages import RULES, Answer, Balance, Matrix, Model, Question, decode_answer, encode
-from harness.errors import UsageError
 from harness.launch import process
 from harness.scenario.presets import muon_matrices
 
@@ -21,11 +20,16 @@ _STDOUT = 1
 _TIMEOUT_S = 120.0  # for what takes two seconds on a quiet machine: importing torch
 
 
+class UnansweredError(Exception):
+    """The child process gave no answer."""
+
+
 def ask(presets: Sequence[str], worlds: Sequence[int]) -> Answer:
     """The balance of each preset at each world by each rule, computed in a child process.
 
     Raises:
-        UsageError: no such preset, or the core cannot be imported.
+        UsageError: no such preset.
+        UnansweredError: the core cannot be imported, or does not answer.
     """
     models = tuple(
         Model(preset, tuple(Matrix(item.name, item.shape) for item in muon_matrices(preset))) for preset in presets
@@ -37,7 +41,9 @@ def ask(presets: Sequence[str], worlds: Sequence[int]) -> Answer:
         return decode_answer(b"".join(done.stdout.splitlines()[-1:]))  # an import may print lines of its own before
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        raise UsageError(f"list --plan: the core cannot be asked for its owners: {(printed or [error])[-1]}") from None
+        raise UnansweredError(
+            f"list --plan: the core cannot be asked for its owners: {(printed or [error])[-1]}"
+        ) from None
 
 
 def lines(answer: Answer) -> list[str]:

@@ -32,9 +32,9 @@ from harness.drive.record import bits_of, norm_of
 from harness.drive.shard import Difference
 from harness.oracles import bounds, contributions
 from harness.oracles.contributions import Share
-from harness.oracles.muon import Life, State, UnshardedMuon, exact_squares, lives, muon_of
+from harness.oracles.muon import Life, State, UnshardedMuon, exact_squares, lives
 from harness.oracles.muon_bound import Judged
-from harness.scenario.model import Build, Domain, Load, Rate, Reload, StepPlan, steps
+from harness.scenario.model import Build, Domain, Load, Rate, Reload, StepPlan, muon_of, steps
 from harness.scenario.muon import AdaptiveClip
 from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.situations import Situation

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from harness.drive.muon_groups import groups_of_colors
-from harness.oracles.muon import muon_of
-from harness.scenario.model import Scenario
+from harness.scenario.model import Scenario, muon_of
 from harness.scenario.muon import AdaptiveClip, GlobalClip, Mark, Muon
 
 _NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -7,8 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from harness.oracles.muon import muon_of
-from harness.scenario.model import Scenario
+from harness.scenario.model import Scenario, muon_of
 
 # By default group, which in a simulated world is one object for each rank; what a rank that is not in a group gets for
 # it is kept as well, so that all ranks agree on which ones there are.

@@ -22,7 +22,7 @@ from harness.oracles import newton_schulz
 from harness.oracles.bounds import SquaredNorm, squared_norm
 from harness.oracles.contributions import Share, reduced
 from harness.oracles.muon_bound import Judged, judge_update
-from harness.scenario.model import Domain, Scenario, StepPlan, steps
+from harness.scenario.model import Domain, Scenario, StepPlan, muon_of, steps
 from harness.scenario.muon import AdaptiveClip, GlobalClip, Mark, Muon
 from harness.scenario.situations import Situation
 
@@ -38,13 +38,6 @@ class Life(NamedTuple):
     parameter: int
     ranks: tuple[int, ...]
     divisor: float
-
-
-def muon_of(scenario: Scenario) -> Muon:
-    """What a scenario of system ``"muon"`` has beside all others; raises ValueError for one of another system."""
-    if scenario.muon is None:
-        raise ValueError(f"scenario of system {scenario.system!r} says nothing of Muon")
-    return scenario.muon
 
 
 def lives(scenario: Scenario) -> tuple[Life, ...]:

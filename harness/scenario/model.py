@@ -242,6 +242,13 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
         raise ValueError("scenario has no build operation")
 
 
+def muon_of(scenario: Scenario) -> Muon:
+    """What a scenario of system ``"muon"`` has beside all others; raises ValueError for one of another system."""
+    if scenario.muon is None:
+        raise ValueError(f"scenario of system {scenario.system!r} says nothing of Muon")
+    return scenario.muon
+
+
 class Extension(Struct, frozen=True, omit_defaults=True):
     """What a subject takes beyond the contract's space; a class says so in ``verify_extensions``, by name.
 

@@ -11,22 +11,16 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from harness.scenario.layouts import permuted, picked, regrouped, shuffled
-from harness.scenario.model import MAX_WORLD, Build, Scenario, steps
-from harness.scenario.muon import Color, Muon
+from harness.scenario.model import MAX_WORLD, Build, Scenario, muon_of, steps
+from harness.scenario.muon import Color
 from harness.scenario.muon_smaller import fitted
 
 MAX_MORE_PARTS = 2
 
 
-def _muon_of(scenario: Scenario) -> Muon:
-    if scenario.muon is None:
-        raise ValueError(f"a scenario of system {scenario.system!r} has nothing of Muon's")
-    return scenario.muon
-
-
 def overlap(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """Collectives that start from hooks, or do not; with the right number of parts announced, or one too many."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     if muon.backward != "autograd":
         return None  # no hook fires
     sharding = replace(muon.sharding, comm_overlap=not muon.sharding.comm_overlap)
@@ -38,7 +32,7 @@ def overlap(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | 
 
 def hop(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """One hop, or two over nodes of any size."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     if muon.sharding.two_hop:
         sharding = replace(muon.sharding, two_hop=False, local_world_size=None)
     else:
@@ -53,7 +47,7 @@ def hop(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None
 
 def fusion(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """Fused buffers of another size, or none."""
-    muon, numel = _muon_of(scenario), scenario.numel
+    muon, numel = muon_of(scenario), scenario.numel
     now = (muon.sharding.fused, scenario.bucket)
     sizes = (numel, max(numel // 3, 1), 1, max(numel // 2, 1), 7, numel + 5)
     others = [(not muon.sharding.fused, scenario.bucket), *((True, size) for size in sizes)]
@@ -69,7 +63,7 @@ def fusion(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | N
 
 def owner(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """Owners by the other rule, or with another cap."""
-    muon, sharding = _muon_of(scenario), _muon_of(scenario).sharding
+    muon, sharding = muon_of(scenario), muon_of(scenario).sharding
     if pick % 3 == 2 and sharding.owner_rule == "newton_schulz":
         changed = replace(sharding, owner_cap=1.0 if sharding.owner_cap > 1 else 10.0)
     else:
@@ -79,7 +73,7 @@ def owner(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | No
 
 def order(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """The parameters, with their marks, in another order."""
-    muon, new = _muon_of(scenario), shuffled(len(scenario.parameters), pick)
+    muon, new = muon_of(scenario), shuffled(len(scenario.parameters), pick)
     if new is None:
         return None
     return replace(permuted(scenario, new), muon=replace(muon, marks=tuple(muon.marks[old] for old in new)))
@@ -88,7 +82,7 @@ def order(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | No
 def parts(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """As few parts as there can be, or more than there were. Not where groups would get each other's gradients."""
     world, everyone = scenario.world, (tuple(range(scenario.world)),)
-    if any(color.groups != everyone for color in _muon_of(scenario).colors):
+    if any(color.groups != everyone for color in muon_of(scenario).colors):
         return None
 
     def num_parts(num_slots: int, before: int) -> int:
@@ -102,7 +96,7 @@ def parts(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | No
 
 def another_world(scenario: Scenario, pick: int, worlds: Sequence[int]) -> Scenario | None:
     """The same gradients on another number of ranks, divided by the same number. Not where there are colours."""
-    before, muon = scenario.world, _muon_of(scenario)
+    before, muon = scenario.world, muon_of(scenario)
     world = picked([world for world in worlds if world != before and 1 <= world <= MAX_WORLD], pick)
     if world is None or muon.colors:
         return None

@@ -260,13 +260,6 @@ def can_hold(situation: MuonSituation, world: int, bucket: int | None = None, ex
     return bucket is None or situation not in _OF_BUFFER
 
 
-def required(
-    worlds: Sequence[int], bucket: int | None = None, extension: Extension = CONTRACT
-) -> frozenset[MuonSituation]:
-    """The situations that a full campaign over these worlds (and this buffer size, where fixed) must reach."""
-    return frozenset(s for s in MuonSituation if any(can_hold(s, world, bucket, extension) for world in worlds))
-
-
 def subgroup(groups: Sequence[Sequence[int]], world: int) -> bool:
     """Whether some ranks, but not all, speak to each other."""
     return any(1 < len(group) < world for group in groups)

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from harness.scenario.fewer import lower
-from harness.scenario.model import Domain, Parameter, Scenario, steps
+from harness.scenario.model import Domain, Parameter, Scenario, muon_of, steps
 from harness.scenario.muon import Color, GlobalClip, Mark, Muon, MuonSettings, Sharding
 from harness.scenario.muon_check import LARGEST_INTEGER, divisors
 from harness.scenario.muon_groups import multiple_of
@@ -102,7 +102,7 @@ def of_ranks(muon: Muon, ranks: Sequence[int]) -> Muon:
 
 def colors(scenario: Scenario) -> Iterator[Scenario]:
     """Without colours, without one, with groups of all ranks, with divisors of their own sizes."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     if not muon.colors:
         return
     everyone = Color((tuple(range(scenario.world)),))
@@ -116,7 +116,7 @@ def colors(scenario: Scenario) -> Iterator[Scenario]:
 
 def shapes(scenario: Scenario) -> Iterator[Scenario]:
     """Parameters of fewer elements, with the cuts that these leave; without stacks; of bf16."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     for index, (parameter, mark) in enumerate(zip(scenario.parameters, muon.marks, strict=True)):
         for changed, marked in _plainer(parameter, mark):
             if changed != parameter or marked != mark:
@@ -164,7 +164,7 @@ def _recut(mark: Mark, rows: int) -> Mark | None:
 
 def marks(scenario: Scenario) -> Iterator[Scenario]:
     """Plain marks: all at once, or a field of one parameter by itself."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     yield _changed(scenario, muon, marks=tuple(Mark(muon=mark.muon, color=mark.color) for mark in muon.marks))
     for index, mark in enumerate(muon.marks):
         fields = {name: value for name, value in asdict(Mark()).items() if name not in ("split", "sizes", "num_heads")}
@@ -181,7 +181,7 @@ def marks(scenario: Scenario) -> Iterator[Scenario]:
 
 def options(scenario: Scenario) -> Iterator[Scenario]:
     """Plain settings and a plain configuration: all at once, or each field by itself; no clip, or a plain one."""
-    muon = _muon_of(scenario)
+    muon = muon_of(scenario)
     yield _changed(
         scenario, muon, sharding=Sharding(), settings=MuonSettings(), clip=None, no_sync=False, release_color=None
     )
@@ -201,12 +201,6 @@ def options(scenario: Scenario) -> Iterator[Scenario]:
         yield _changed(scenario, muon, clip=_PLAIN_CLIP)
     needed = multiple_of(divisors(scenario.world, muon).values())
     yield _changed(scenario, muon, multiple=needed)
-
-
-def _muon_of(scenario: Scenario) -> Muon:
-    if scenario.muon is None:
-        raise ValueError(f"a scenario of system {scenario.system!r} has nothing of Muon's")
-    return scenario.muon
 
 
 def _changed(scenario: Scenario, muon: Muon, **changes: Any) -> Scenario:  # noqa: ANN401  (fields of Muon)

@@ -208,11 +208,6 @@ def can_hold(situation: Situation, world: int, bucket: int | None = None, extens
     return situation not in _NEEDS_SMALL_BUCKET or round_bucket(bucket, world) <= MAX_AIMED_BUCKET
 
 
-def required(worlds: Sequence[int], bucket: int | None = None, extension: Extension = CONTRACT) -> frozenset[Situation]:
-    """The situations that a full campaign over these worlds (and this bucket size, where fixed) must reach."""
-    return frozenset(s for s in Situation if any(can_hold(s, world, bucket, extension) for world in worlds))
-
-
 def reached(scenario: Scenario) -> frozenset[Situation]:
     """The situations that a scenario is in, as far as they can be told without running it (so none of ``RUNTIME``)."""
     filled = frozenset(index for index, parameter in enumerate(scenario.parameters) if parameter.numel)

@@ -32,9 +32,9 @@ from harness.launch.rank import RankContext
 from harness.oracles import contributions, probing
 from harness.oracles.bounds import squared_norm
 from harness.oracles.contributions import Nesting
-from harness.oracles.muon import Gradients, Life, UnshardedMuon, muon_of
+from harness.oracles.muon import Gradients, Life, UnshardedMuon
 from harness.oracles.order import Order, in_rank_order
-from harness.scenario.model import Build, Domain, Parameter, Scenario, StepPlan, Values, steps
+from harness.scenario.model import Build, Domain, Parameter, Scenario, StepPlan, Values, muon_of, steps
 from harness.scenario.muon import GlobalClip, Muon, MuonSettings
 from harness.subjects.builtin import Capabilities
 from harness.train.marks import mark_of

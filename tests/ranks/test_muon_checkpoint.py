@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,7 @@ SMALL = {"comm_buffer_size_mb": 40 * 4 / 2**20, "fuse_optimizer_states": True, "
 TWO_HOPS = {"two_hop": True, "local_world_size": 2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A matrix product may depend on how many take part."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def on_ranks(world: int, function: Callable[[], Any]) -> list[Any]:

@@ -17,8 +17,7 @@ from harness.museum.judging import Naming
 from harness.museum.score import MuseumResult, Outcome
 from harness.scenario import codec
 from harness.scenario.model import Domain, Values
-from harness.scenario.situations import required
-from tests.support import Campaigns, sampled
+from tests.support import Campaigns, required, sampled
 
 MAX = next(plant for plant in PLANTS if plant.name == "MaxOfNorms")
 CONTROL = {control.name: control for control in CONTROLS}

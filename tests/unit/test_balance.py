@@ -9,7 +9,6 @@ import pytest
 from harness.balance import owners
 from harness.balance.child import answer
 from harness.balance.messages import Matrix, Model, Question, decode_answer, decode_question, encode
-from harness.errors import UsageError
 
 SQUARE = Model("square", tuple(Matrix(f"w{index}", (8, 8)) for index in range(3)))
 
@@ -54,5 +53,7 @@ def test_a_core_that_cannot_be_asked_is_said_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, program: str, says: str
 ) -> None:
     monkeypatch.setattr(owners.process, "command", lambda *_: [sys.executable, "-c", program])
-    with pytest.raises(UsageError, match=rf"^list --plan: the core cannot be asked for its owners: .*{says}"):
+    with pytest.raises(
+        owners.UnansweredError, match=rf"^list --plan: the core cannot be asked for its owners: .*{says}"
+    ):
         owners.ask(("tiny-mlp",), (2,))

@@ -35,9 +35,10 @@ from harness.scenario.model import (
     check,
     steps,
 )
-from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached, required
+from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached
 from harness.scenario.space import Choices, draw_scenario
 from harness.scenario.values import gradient
+from tests.support import required
 
 T = TypeVar("T")
 

@@ -120,7 +120,7 @@ def test_whatever_is_added_to_the_norm(name: str, eps: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name, each in MATRICES.items() if "x" in name and each.numel() <= 500])
 def test_in_fp32_the_bound_of_a_small_matrix_says_something(name: str) -> None:
-    """At most a few thousand times what rounding really does, and a few percent of the matrix."""
+    """Of use, not only true: within 2**15 times what rounding really does (measured: 700 to 27,000), and not loose."""
     matrix = MATRICES[name]
     exact = iterated(matrix, FP32)
 
@@ -153,7 +153,9 @@ def test_the_steepest_place_is_found(name: str, reach: float) -> None:
         places = np.linspace(0.0, reach, 100_001)
         slopes = np.abs(a + 3 * b * places**2 + 5 * c * places**4)
 
-        assert steepest((a, b, c), reach) == pytest.approx(slopes.max(), rel=1e-6)
+        # Between two places of the grid, h apart, a slope is at most h**2 / 8 * |p'''| larger: h is 3e-5 at most, and
+        # |p'''| <= 6 |b| + 60 |c| reach**2, which is 1.2e-9 of the steepest slope at most.
+        assert steepest((a, b, c), reach) == pytest.approx(slopes.max(), rel=1.3e-9)
         assert steepest((a, b, c), reach) >= slopes.max() * (1 - 1e-12)
 
 

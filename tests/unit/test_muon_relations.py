@@ -10,11 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from harness.scenario.generate import draw
-from harness.scenario.model import Domain, Extension, Scenario, check, steps
+from harness.scenario.model import Domain, Extension, Scenario, check, muon_of, steps
 from harness.scenario.muon import GlobalClip, Mark
 from harness.scenario.relations import SUMMARIES, Relation, related, relations_of
 from harness.scenario.values import gradient_of, initial_weight_of
-from tests.unit.test_muon_space import muon_of
 
 MUON = [relation for relation in relations_of("muon") if relation is not Relation.TIER]
 WORLDS = (1, 2, 3, 4, 6)

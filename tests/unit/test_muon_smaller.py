@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from harness.scenario.generate import draw
-from harness.scenario.model import Domain, Extension, Reload, Scenario, check, steps
+from harness.scenario.model import Domain, Extension, Reload, Scenario, check, muon_of, steps
 from harness.scenario.muon import Mark, MuonSettings, Sharding
 from harness.scenario.muon_smaller import fitted
 from harness.scenario.smaller import smallest
-from tests.unit.test_muon_space import muon_of
 
 ALL = Extension(dtypes=True)
 WORLDS = (1, 2, 3, 4, 6)

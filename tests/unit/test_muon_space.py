@@ -17,14 +17,15 @@ import pytest
 
 from harness.scenario import codec
 from harness.scenario.generate import draw, scenarios, turn
-from harness.scenario.model import Domain, Extension, Scenario, check, steps
-from harness.scenario.muon import AdaptiveClip, GlobalClip, Muon
+from harness.scenario.model import Domain, Extension, Scenario, check, muon_of, steps
+from harness.scenario.muon import AdaptiveClip, GlobalClip
 from harness.scenario.muon_aims import MUON_AIMS, MUON_FREE
 from harness.scenario.muon_groups import Layout, layouts, multiple_of
-from harness.scenario.muon_situations import GOALS, RUNTIME, MuonSituation, can_hold, reached, required
+from harness.scenario.muon_situations import GOALS, RUNTIME, MuonSituation, can_hold, reached
 from harness.scenario.muon_space import draw_muon
 from harness.scenario.space import Choices
 from harness.scenario.values import gradient_of
+from tests.support import required
 
 T = TypeVar("T")
 WORLDS = (1, 2, 3, 4)
@@ -46,11 +47,6 @@ class Randomly(Choices):
 
 def free(world: int, seed: int, bucket: int | None = None) -> Scenario:
     return draw_muon(Randomly(seed), world, MUON_FREE, seed, bucket, DTYPES)
-
-
-def muon_of(scenario: Scenario) -> Muon:
-    assert scenario.muon is not None
-    return scenario.muon
 
 
 @functools.cache
@@ -81,7 +77,7 @@ def test_each_goal_is_reached_with_a_fixed_buffer_size(bucket: int) -> None:
 
 @pytest.mark.parametrize("worlds", [WORLDS, (8, 16)])
 def test_a_campaign_reaches_every_situation_within_as_many_examples_as_there_are_goals(worlds: tuple[int, ...]) -> None:
-    goals = required(worlds, extension=DTYPES) - {MuonSituation.WORLD_THREE}
+    goals = required(worlds, extension=DTYPES, system="muon") - {MuonSituation.WORLD_THREE}
     found = frozenset[MuonSituation]().union(*(reached(made) for made in campaign(worlds)[: len(goals)]))
     assert goals - RUNTIME <= found
     aimed = [turn(index, worlds, extension=DTYPES, system="muon").goal for index in range(len(goals))]

@@ -17,8 +17,8 @@ from harness.museum.messages import Done, Progress, Ready, RunCampaign, Setup, T
 from harness.museum.score import ControlOutcome, MuseumResult, Outcome
 from harness.report.result import Examples, Failure, FoundAfter, Result, Verdict
 from harness.scenario import codec
-from harness.scenario.situations import required
 from tests.scripted import Behaviour, ScriptedCrew
+from tests.support import required
 
 PLANT = next(plant for plant in PLANTS if plant.name == "MaxOfNorms")
 CONTROL, OTHER = CONTROLS[:2]

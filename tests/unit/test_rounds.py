@@ -31,9 +31,9 @@ from harness.scenario.model import (
     steps,
 )
 from harness.scenario.relations import Relation, RelationReference, related, relations_of
-from harness.scenario.situations import RUNTIME, reached, required
+from harness.scenario.situations import RUNTIME, reached
 from tests.examining import Judging
-from tests.support import repetitions, sampled
+from tests.support import repetitions, required, sampled
 
 WORLDS = (1, 2, 3, 4)
 EVERYTHING = Extension(refresh=True, dtypes=True, strides=True)

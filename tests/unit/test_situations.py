@@ -26,7 +26,8 @@ from harness.scenario.model import (
     check,
 )
 from harness.scenario.partition import Partition, round_bucket
-from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached, required
+from harness.scenario.situations import GOALS, RUNTIME, Situation, can_hold, reached
+from tests.support import required
 
 S = Situation
 Nones = Sequence[Sequence[int]]
