@@ -19,6 +19,9 @@ Every bit of the weights equals what an unsharded trainer computes from the same
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zero2core.broadcast import broadcast_module
 from zero2core.collectives import Collective
 from zero2core.errors import GradientStateError, RankMismatchError, SimulationError, Zero2Error
@@ -35,11 +38,28 @@ from zero2core.muon import (
 )
 from zero2core.zero_master import BUCKET, ZeroMaster
 
+if TYPE_CHECKING:
+    from zero2core.strategies import (
+        DDPStrategy,
+        DistributionStrategy,
+        DMuonFSDPStrategy,
+        FSDP2Layout,
+        FSDPStrategy,
+        StrategyConfig,
+        build_strategy,
+        mark_muon,
+    )
+
 __all__ = [
     "BUCKET",
     "ClipGradByAdaptiveNorm",
     "ClipGradByGlobalNorm",
     "Collective",
+    "DDPStrategy",
+    "DMuonFSDPStrategy",
+    "DistributionStrategy",
+    "FSDP2Layout",
+    "FSDPStrategy",
     "FlatLayout",
     "GradientStateError",
     "MuonAdamW",
@@ -48,9 +68,36 @@ __all__ = [
     "MuonShardingOptimizer",
     "RankMismatchError",
     "SimulationError",
+    "StrategyConfig",
     "Zero2Error",
     "ZeroMaster",
     "broadcast_module",
+    "build_strategy",
+    "mark_muon",
     "newton_schulz",
     "sharded_static_bytes",
 ]
+
+_STRATEGIES = frozenset(
+    {
+        "DDPStrategy",
+        "DMuonFSDPStrategy",
+        "DistributionStrategy",
+        "FSDP2Layout",
+        "FSDPStrategy",
+        "StrategyConfig",
+        "build_strategy",
+        "mark_muon",
+    }
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 (whatever the name stands for)
+    # FSDP2 takes half a second to import, which who shards an optimizer alone need not wait for.
+    if name in _STRATEGIES:
+        return getattr(importlib.import_module("zero2core.strategies"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

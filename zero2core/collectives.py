@@ -24,6 +24,7 @@ __all__ = [
     "all_reduce_max",
     "all_reduce_sum",
     "broadcast",
+    "default_group",
     "group_device",
     "group_rank",
     "group_ranks",
@@ -33,6 +34,7 @@ __all__ = [
     "launch_broadcast",
     "reduce",
     "reduce_scatter",
+    "served_devices",
     "subgroup",
 ]
 
@@ -75,10 +77,23 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group)
 
 
+def default_group() -> dist.ProcessGroup:
+    """The default process group; ``ValueError`` where there is none."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
+    return group
+
+
+def served_devices(group: dist.ProcessGroup | None) -> frozenset[str]:
+    """Types of the devices whose tensors ``group`` can communicate."""
+    # By device and not by the backend's name, which can be "cpu:gloo,cuda:nccl" or "undefined".
+    return frozenset(entry.split(":")[0] for entry in dist.get_backend_config(group).split(","))
+
+
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
     """A device whose tensors ``group`` can communicate: the accelerator where it serves one, else the CPU."""
-    # By device and not by the backend's name, which can be "cpu:gloo,cuda:nccl" or "undefined".
-    served = {entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")}
+    served = served_devices(group)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in served:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -111,9 +126,7 @@ def subgroup(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
     Made at the first call for these ranks, and given again at later ones.
     """
-    default = dist.group.WORLD
-    if default is None:
-        raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
+    default = default_group()
     made = _subgroups.setdefault(default, {})
     if ranks not in made:
         made[ranks] = dist.new_group(list(ranks))

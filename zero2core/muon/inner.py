@@ -14,39 +14,33 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from zero2core.errors import GradientStateError
 from zero2core.muon.clip import GradClip, joint_squared_norm, squared_norm
-from zero2core.muon.info import MuonParamInfo, cut, info_problem
-from zero2core.muon.newton_schulz import NS_DTYPES, Coefficients, newton_schulz, triples_of
+from zero2core.muon.info import MuonParamInfo, info_problem
+from zero2core.muon.newton_schulz import Coefficients
+from zero2core.muon.update import (
+    MUON_SETTINGS,
+    SCALES,
+    Scale,
+    muon_settings,
+    rate_and_decay,
+    require_at_least_0,
+    require_below_1,
+    update_muon,
+)
 
 __all__ = ["SCALES", "MuonAdamW", "Scale"]
-
-Scale = Literal["original", "spectral", "match_rms_adamw"]
-
-SCALES: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
-    {
-        "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
-        "spectral": lambda rows, cols: math.sqrt(rows / cols),
-        "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    }
-)
-"""What an orthogonalised block is multiplied by, from its rows (outputs) and columns (inputs)."""
 
 _MUON, _ADAMW = 0, 1
 """Index of each set in ``param_groups``."""
 
-_SETTINGS = (
-    ("lr", "momentum", "nesterov", "weight_decay", "ns_steps", "ns_eps", "ns_coefficients", "ns_dtype", "scale"),
-    ("lr", "betas", "eps", "weight_decay"),
-)
+_SETTINGS = (MUON_SETTINGS, ("lr", "betas", "eps", "weight_decay"))
 """What each group has beside ``params``, ``names`` and ``use_muon``; schedulers may add to it."""
 
 
@@ -111,18 +105,12 @@ class MuonAdamW(torch.optim.Optimizer):
         defer_state: bool = False,
     ) -> None:
         adamw_lr = lr if adamw_lr is None else adamw_lr
-        _require_at_least_0(
-            lr=lr, weight_decay=weight_decay, ns_steps=ns_steps, ns_eps=ns_eps,
-            adamw_lr=adamw_lr, adamw_eps=adamw_eps, adamw_weight_decay=adamw_weight_decay,
+        muon = muon_settings(
+            lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, ns_steps=ns_steps, ns_eps=ns_eps,
+            ns_coefficients=ns_coefficients, ns_dtype=ns_dtype, scale=scale,
         )  # fmt: skip
-        _require_below_1(momentum=momentum, adamw_beta1=adamw_betas[0], adamw_beta2=adamw_betas[1])
-        if scale not in SCALES:
-            raise ValueError(f"scale={scale!r}: must be one of {', '.join(map(repr, SCALES))}")
-        if ns_dtype not in NS_DTYPES:
-            raise ValueError(f"ns_dtype={ns_dtype}: must be one of {', '.join(map(str, NS_DTYPES))}")
-        if not isinstance(ns_coefficients, str):
-            ns_coefficients = triples_of(ns_coefficients)
-        triples_of(ns_coefficients)
+        require_at_least_0(adamw_lr=adamw_lr, adamw_eps=adamw_eps, adamw_weight_decay=adamw_weight_decay)
+        require_below_1(adamw_beta1=adamw_betas[0], adamw_beta2=adamw_betas[1])
         if grad_clip is not None and (isinstance(grad_clip, type) or not isinstance(grad_clip, GradClip)):
             raise TypeError(f"grad_clip={grad_clip!r} is no clip: pass ClipGradByGlobalNorm(max_norm), or None")
 
@@ -138,9 +126,6 @@ class MuonAdamW(torch.optim.Optimizer):
         self.skip_missing = skip_missing
         self._constructing = True
 
-        muon: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-        muon |= {"ns_steps": ns_steps, "ns_eps": ns_eps, "ns_coefficients": ns_coefficients, "ns_dtype": ns_dtype}
-        muon |= {"scale": scale}
         adamw = {"lr": adamw_lr, "betas": tuple(adamw_betas), "eps": adamw_eps, "weight_decay": adamw_weight_decay}
         groups = [self._group(use_muon=True, settings=muon), self._group(use_muon=False, settings=adamw)]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
@@ -195,12 +180,10 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         info = self.info[name]
         group = self.param_groups[_MUON if info.use_muon else _ADAMW]
-        lr = float(group["lr"]) * info.lr_scale
-        weight_decay = group["weight_decay"] if info.weight_decay is None else info.weight_decay
         if info.use_muon:
-            _update_muon(master, gradient, state["momentum"], info, group, lr, weight_decay)
+            update_muon(master, gradient, state["momentum"], info, group)
         else:
-            _update_adamw(master, gradient, state, group, lr, weight_decay)
+            _update_adamw(master, gradient, state, group, *rate_and_decay(info, group))
 
     @torch.no_grad()
     def refresh_from_weights(self) -> None:
@@ -364,35 +347,6 @@ class MuonAdamW(torch.optim.Optimizer):
         return super().__getstate__() | {key: self.__dict__[key] for key in own}
 
 
-def _update_muon(
-    master: Tensor,
-    gradient: Tensor,
-    momentum: Tensor,
-    info: MuonParamInfo,
-    group: Mapping[str, Any],
-    lr: float,
-    weight_decay: float,
-) -> None:
-    gradient = gradient.contiguous()  # products of the same layout, whatever that of the parameter
-    beta = group["momentum"]
-    momentum.lerp_(gradient, 1 - beta)
-    direction = gradient.lerp(momentum, beta) if group["nesterov"] else momentum.clone()
-    update = torch.empty_like(direction)
-    for block, out in zip(cut(direction, info), cut(update, info), strict=True):
-        if block.numel() == 0:
-            continue
-        orthogonal = newton_schulz(
-            block,
-            coefficients=group["ns_coefficients"],
-            steps=group["ns_steps"],
-            eps=group["ns_eps"],
-            dtype=group["ns_dtype"],
-        )
-        out.copy_(orthogonal).mul_(SCALES[group["scale"]](block.shape[-2], block.shape[-1]))
-    master.mul_(1 - lr * weight_decay)
-    master.add_(update, alpha=-lr)
-
-
 def _update_adamw(
     master: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any], lr: float, weight_decay: float
 ) -> None:
@@ -462,15 +416,3 @@ def _require_same_names(group: Mapping[str, Any], saved: Mapping[str, Any]) -> N
     for name in sorted({*group["names"]} ^ {*saved["names"]}):
         where = "the saved state" if name in saved["names"] else "this optimizer"
         raise ValueError(f"{name} is of the {kind} set in {where} only: construct the optimizer that was saved")
-
-
-def _require_at_least_0(**settings: float) -> None:
-    for name, value in settings.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value}: must be finite and at least 0")
-
-
-def _require_below_1(**settings: float) -> None:
-    for name, value in settings.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name}={value}: must be in [0, 1)")
