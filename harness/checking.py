@@ -15,7 +15,7 @@ from harness.report.console import describe, failure_lines
 from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
 from harness.scenario import codec
 from harness.scenario.model import Scenario
-from harness.subjects.source import Scalar, SubjectSource, from_case, parse
+from harness.subjects.source import Scalar, SubjectSource, from_case, parse, with_config
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 """Cases that each showed a bug once, in some class: all of them must hold for a class that is right."""
@@ -41,6 +41,7 @@ def check_case(
     *,
     subject: str | None = None,
     subject_args: Mapping[str, Scalar] | None = None,
+    config: Mapping[str, Any] | None = None,
     backend: str = "sim",
     order: str | None = None,
     schedule: str | None = None,
@@ -54,6 +55,7 @@ def check_case(
         case: the path of a case file, its text, its decoded JSON, or a scenario.
         subject: as ``--subject`` has it; None: the one that the case names, as far as ``replay`` would import it.
         subject_args: further keyword arguments of its constructor.
+        config: of a distribution strategy, as ``--config`` has it; None: the case's own, if it has one.
         backend: ``"sim"``, ``"gloo"`` or ``"nccl"``.
         order, schedule: of a simulated world, see :mod:`harness.sim.choices`.
         timeout_s, stall_s: as ``--timeout`` and ``--stall``.
@@ -70,7 +72,7 @@ def check_case(
     if pool is None:
         inputs.check_backend(backend, (loaded.scenario.world,))
     options = CampaignOptions(
-        subject=_subject(loaded, subject, dict(subject_args or {})),
+        subject=_configured(_subject(loaded, subject, dict(subject_args or {})), config),
         worlds=(loaded.scenario.world,),
         backend=backend,
         seed=loaded.scenario.seed,
@@ -97,6 +99,10 @@ def check_case(
         raise UndecidedError(f"unknown: {what}: {result.reason}")
 
 
+def _configured(source: SubjectSource, config: Mapping[str, Any] | None) -> SubjectSource:
+    return source if config is None else with_config(source, dict(config))
+
+
 def _loaded(case: Path | str | Mapping[str, Any] | Scenario) -> tuple[codec.Case, Path | None]:
     """The case, and the file that it is in."""
     if isinstance(case, Scenario):
@@ -112,4 +118,4 @@ def _subject(case: codec.Case, given: str | None, args: dict[str, Scalar]) -> Su
     named = case.subject
     if given is not None or named is None:
         return parse(_DEFAULT_SUBJECT if given is None else given, args)
-    return from_case(named.given, named.absolute, {**named.args, **args})
+    return from_case(named.given, named.absolute, {**named.args, **args}, named.config)

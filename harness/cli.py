@@ -73,6 +73,12 @@ Examples:
   zero2-harness train --optimizer muon --world 4
 """
 
+STRATEGIES_EXAMPLES = """\b
+Examples:
+  zero2-harness strategies
+  zero2-harness strategies --world 2,4 --markdown > table.md
+"""
+
 DOCTOR_EXAMPLES = """\b
 Examples:
   zero2-harness doctor
@@ -242,6 +248,13 @@ def _backend_options(command: Callable[..., int]) -> Callable[..., int]:
     )(command)
 
 
+_config_option = click.option(
+    "--config",
+    "config_path",
+    metavar="FILE",
+    help="Of a distribution strategy: a JSON object, handed to it as it is. With --subject strategy it is what "
+    "zero2core.build_strategy is given; a class of your own gets it as its first argument.",
+)
 _json_option = click.option(
     "--json",
     "json_path",
@@ -274,6 +287,7 @@ _seed_option = click.option(
 
 @cli.command(short_help="Run a campaign over a subject.", epilog=VERIFY_EXAMPLES + "\n" + EXIT_CODES)
 @_subject_options
+@_config_option
 @click.option(
     "--world",
     "worlds",
@@ -317,6 +331,7 @@ def verify(
     *,
     subject: str | None,
     subject_args: tuple[str, ...],
+    config_path: str | None,
     worlds: tuple[int, ...],
     backend: str,
     order: str | None,
@@ -338,11 +353,10 @@ def verify(
     unsharded trainer, and judged bitwise.
     The first failure is shrunk to its smallest form and saved as a case that `replay` runs again.
     """
-    from harness.subjects.source import parse
 
     if preset is not None and params is not None:
         raise UsageError("--preset and --params: give one of them")
-    source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
+    source = _subject(subject, subject_args, config_path)
     parameters = _parameters(preset, params)
     directory = inputs.prepare_report(report)
     output = None if json_path is None else inputs.JsonOutput(json_path)
@@ -381,6 +395,7 @@ def verify(
 @cli.command(short_help="Run one saved case again.", epilog=REPLAY_EXAMPLES + "\n" + EXIT_CODES)
 @click.argument("file", metavar="FILE")
 @_subject_options
+@_config_option
 @_backend_options
 @_json_option
 @_timeout_option
@@ -390,6 +405,7 @@ def replay(
     file: str,
     subject: str | None,
     subject_args: tuple[str, ...],
+    config_path: str | None,
     backend: str,
     order: str | None,
     schedule: str | None,
@@ -405,6 +421,7 @@ def replay(
 
     case = codec.load(Path(file))
     source = _case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
+    source = source if config_path is None else _configured(source, config_path)
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_choices(backend, order, schedule)
     inputs.check_backend(backend, (case.scenario.world,))
@@ -750,6 +767,7 @@ def soak(
 
 @cli.command(short_help="Search on and on, with several processes; resumes.", epilog=FUZZ_EXAMPLES + "\n" + EXIT_CODES)
 @_subject_options
+@_config_option
 @click.option(
     "--world",
     "worlds",
@@ -818,6 +836,7 @@ def fuzz(
     *,
     subject: str | None,
     subject_args: tuple[str, ...],
+    config_path: str | None,
     worlds: tuple[int, ...],
     backend: str,
     minutes: float | None,
@@ -844,9 +863,8 @@ def fuzz(
     it, unless --keep-going. A campaign of 300 scenarios or more, worlds 3 and 4 among them, that has not reached every
     required situation is no pass (exit 3).
     """
-    from harness.subjects.source import parse
 
-    source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
+    source = _subject(subject, subject_args, config_path)
     if seed is not None and hypothesis_seed is not None and seed != hypothesis_seed:
         raise UsageError(f"--seed {seed} and --hypothesis-seed {hypothesis_seed}: they mean the same; give one of them")
     asked = hypothesis_seed if seed is None else seed
@@ -928,8 +946,8 @@ def fuzz(
 @click.option("--no-controls", is_flag=True, help="Only the plants.")
 @click.option(
     "--system",
-    type=click.Choice(["zero_master", "muon"]),
-    help="Only plants and controls of this kind of system (default: of both).",
+    type=click.Choice(["zero_master", "muon", "strategy"]),
+    help="Only plants and controls of this kind of system (default: of all).",
 )
 @click.option(
     "--seconds-per-plant",
@@ -938,7 +956,8 @@ def fuzz(
     default=DEFAULT_PLANT_SECONDS,
     show_default=True,
     metavar="S",
-    help="No scenario begins after so long (for Muon three times); what was found is explained for a while longer.",
+    help="No scenario begins after so long (for Muon and strategies three times); what was found is explained for a "
+    "while longer.",
 )
 @click.option(
     "--workers",
@@ -977,7 +996,7 @@ def museum(
     if shown or listed:
         if plants or json_path is not None:
             raise UsageError("--show and --list run nothing: give neither --plant nor --json (`list --json` has all)")
-        return _museum_lookup(shown, listed)
+        return _museum_lookup(shown, listed, system)
     from harness.museum import show
     from harness.museum.campaign import WORLDS, MuseumOptions, run_museum
     from harness.museum.selection import select
@@ -1006,17 +1025,54 @@ def museum(
         return code
 
 
-def _museum_lookup(shown: Sequence[str], listed: bool) -> int:
+def _museum_lookup(shown: Sequence[str], listed: bool, system: System | None) -> int:
     from harness.museum import lookup
     from harness.museum.selection import find
 
     exhibits = {each.id: each for name in shown for each in find("--show", name)}
     blocks = [lookup.exhibit_lines(each) for each in exhibits.values()]
     if listed:
-        blocks.append(lookup.listing_lines())
+        blocks.append(lookup.listing_lines(system))
     with _streams(None) as (out, _):
         TextConsole(out).say("\n\n".join("\n".join(lines) for lines in blocks))
     return results.EXIT_HOLDS
+
+
+@cli.command(
+    short_help="Every cell of strategy x reduction x accumulation x clipping.",
+    epilog=STRATEGIES_EXAMPLES + "\n" + EXIT_CODES,
+)
+@click.option(
+    "--world",
+    "worlds",
+    default="2,3,4",
+    show_default=True,
+    callback=inputs.worlds,
+    metavar="W[,W...]",
+    help="Numbers of ranks at which each cell is tried, on every mesh that its strategy has there.",
+)
+@click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
+@_seed_option
+@_json_option
+def strategies(*, worlds: tuple[int, ...], markdown: bool, seed: int | None, json_path: str | None) -> int:
+    """Print which equality each distribution strategy keeps, as a table that was measured here and now.
+
+    Each cell is a run of three steps on gloo ranks, held against one process that sees the whole batch: gradients, the
+    joint norm, moments and weights bit for bit where sums are exact; and, in a second table, where sums round. The same
+    comparisons as of `verify --subject NAME`, on one scenario for each cell, world and mesh.
+    """
+    from harness.cells import show
+    from harness.cells.campaign import run_cells
+
+    inputs.check_backend("gloo", worlds)
+    output = None if json_path is None else inputs.JsonOutput(json_path)
+    chosen = inputs.random_seed() if seed is None else seed
+    with _streams(output) as (out, errors):
+        TextConsole(errors if markdown else out).say(f"seed {chosen}")
+        result = run_cells(worlds, chosen, show.CellsProgress(errors))
+        code = _deliver(output, result, result.exit_code)
+        show.print_result(out, result, markdown=markdown)
+        return code
 
 
 @cli.command(
@@ -1051,6 +1107,7 @@ def list_(*, plan: bool, presets: tuple[str, ...], worlds: tuple[int, ...] | Non
         "properties": {item.value: PROPERTY_SUMMARIES[item] for item in Property},
         "situations": [item.value for item in SITUATIONS["zero_master"]],
         "situations of muon": [item.value for item in SITUATIONS["muon"]],
+        "situations of strategy": [item.value for item in SITUATIONS["strategy"]],
         "museum": {
             "plants": f"{len(PLANTS)} planted bugs, subjects museum:NAME; `museum --list` names them",
             "controls": f"{len(CONTROLS)} classes that are right in another way, subjects of the same kind",
@@ -1161,16 +1218,47 @@ def _parameters(preset: str | None, params: str | None) -> tuple[Parameter, ...]
     return None
 
 
+def _subject(subject: str | None, subject_args: Sequence[str], config_path: str | None) -> SubjectSource:
+    """The subject that the command line names."""
+    from harness.subjects.builtin import CONFIGURED
+    from harness.subjects.source import parse
+
+    source = parse(DEFAULT_SUBJECT if subject is None else subject, inputs.subject_arguments(subject_args))
+    if config_path is not None:
+        return _configured(source, config_path)
+    if source.absolute == CONFIGURED:
+        raise UsageError(f"--subject {CONFIGURED}: give its configuration with --config FILE.json")
+    return source
+
+
+def _configured(source: SubjectSource, config_path: str) -> SubjectSource:
+    from harness.scenario.codec import load_configuration
+    from harness.subjects.builtin import CONFIGURED
+    from harness.subjects.source import with_config
+    from harness.subjects.strategy_offers import summary_of
+
+    config = load_configuration(Path(config_path))
+    configured = with_config(source, config)
+    if source.absolute == CONFIGURED:
+        TextConsole(sys.stderr).say(f"strategy: {summary_of(config)}")
+    return configured
+
+
 def _case_subject(
     file: str, named: SubjectReference | None, subject: str | None, args: dict[str, Scalar]
 ) -> SubjectSource:
-    """The subject a case names, unless the command line names another; a case without one means the default."""
-    from harness.subjects.source import from_case, parse
+    """The subject a case names, unless the command line names another; a case without one means the default.
+
+    Another one is given the case's configuration, if it takes any.
+    """
+    from harness.subjects.source import from_case, parse, takes_config, with_config
 
     if subject is not None or named is None:
-        return parse(DEFAULT_SUBJECT if subject is None else subject, args)
+        source = parse(DEFAULT_SUBJECT if subject is None else subject, args)
+        config = None if named is None else named.config
+        return with_config(source, config) if config is not None and takes_config(source) else source
     try:
-        return from_case(named.given, named.absolute, {**named.args, **args})
+        return from_case(named.given, named.absolute, {**named.args, **args}, named.config)
     except UsageError as error:
         raise UsageError(f"{file}: the case's own subject: {error}; give --subject to say what to run") from None
 

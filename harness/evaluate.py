@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +31,7 @@ from harness.oracles import judge, sequence
 from harness.scenario.model import EXTENSIONS, Extension, Scenario, Step, System
 from harness.scenario.muon_check import newton_schulz_work
 from harness.scenario.relations import NOTHING_OBSERVED, Observed
+from harness.scenario.strategy import DECLARABLE, Offer
 from harness.sim.lanes import Batch
 from harness.sim.pool import SimPool
 from harness.subjects.builtin import CLASS_SUBJECT, capabilities, known_system
@@ -187,8 +188,9 @@ class Evaluator:
         ``order``, ``schedule``: see :class:`harness.drive.tasks.RunScenario`."""
         self.timeout_s = timeout_s
         self.stall_s = stall_s
-        self._subject = SubjectName(subject.absolute, subject.args)
-        self._capabilities = capabilities(subject.absolute)
+        self._subject = SubjectName(subject.absolute, subject.args, subject.config)
+        self._capabilities = capabilities(subject.absolute, subject.config)
+        self._is_class = capabilities(subject.absolute) is CLASS_SUBJECT
         self._pool = pool
         self._order, self._schedule = order, schedule
         self._extension = self._capabilities.extension
@@ -269,11 +271,14 @@ class Evaluator:
                     f"where others are of system {self._system!r}"
                 )
             self._system = check.system
-        if not self._imported and self._capabilities is CLASS_SUBJECT:
+        if not self._imported and self._is_class:
             # What some ranks declare and others do not is not drawn.
-            self._extension = Extension(
-                **{name: all(name in check.declares for check in checks) for name in EXTENSIONS}
-            )
+            known = DECLARABLE if self._system == "strategy" else EXTENSIONS
+            declared: dict[str, Any] = {name: all(name in check.declares for check in checks) for name in known}
+            if self._system == "strategy":
+                self._extension = Extension(strategy=Offer(**declared))
+            else:
+                self._extension = Extension(**declared)
         self._imported.add(home)
 
     def evaluate(self, scenario: Scenario) -> Evaluation:

@@ -113,7 +113,7 @@ class RelatedEvaluator:
             return None
         if not self._evaluator.exact_norms and clips(scenario):
             return None  # how a class's norm rounds is its own affair, and the coefficient follows from it
-        return related(scenario, name, pick, worlds)
+        return related(scenario, name, pick, worlds, self._evaluator.extension)
 
     def _second(self, other: Scenario) -> Evaluation | None:
         """None: the other tier cannot run it."""

@@ -34,13 +34,13 @@ from harness.report import result as results
 from harness.report.console import describe
 from harness.report.paste import pytest_test
 from harness.report.result import Examples, Failure, FoundAfter, Result, WorldExamples
-from harness.scenario import codec, generate, muon_presets, presets
+from harness.scenario import codec, generate, muon_presets, presets, strategy_presets
 from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, System, check
 from harness.scenario.relations import RelationReference, relations_of
 from harness.scenario.smaller import smallest
 from harness.scenario.systems import PROPERTIES, SITUATIONS, Space, required
 from harness.sim.choices import Schedule, SumOrder
-from harness.subjects.builtin import known_system
+from harness.subjects.builtin import capabilities, known_system
 from harness.subjects.source import SubjectSource, is_local
 from harness.tally import Tally
 from harness.verdict import Oracle, Property
@@ -337,26 +337,33 @@ class _Listed:
         for world in options.worlds:
             needed = _check_memory(parameters, world, bucket, "the parameter list", simulated=simulated)
             self.memory = max(self.memory, needed)
+        self._extension = capabilities(options.subject.absolute, options.subject.config).extension
         self.cases = self._cases(known_system(options.subject.absolute) or "zero_master")
         self.total = len(self.cases)
 
     def _cases(self, system: System) -> list[Scenario]:
         options, parameters = self.options, self.options.parameters or ()
         bucket = options.bucket or bucket_for(parameters)
-        campaign = muon_presets.campaign if system == "muon" else presets.campaign
+        campaign: Callable[[Sequence[Parameter], int, int, int, int], list[Scenario]] = presets.campaign
+        if system == "muon":
+            campaign = muon_presets.campaign
+        elif system == "strategy":
+            campaign = functools.partial(strategy_presets.campaign, offer=self._extension.strategy)
         found: list[Scenario] = []
         for world in options.worlds:
             cases = campaign(parameters, world, bucket, options.seed, options.examples)
             for case in cases[:3]:  # each form: the others differ in their seeds alone
                 problem = check(case)
                 if problem is not None:
-                    raise UsageError(f"the parameter list at world {world}: {problem}; use a larger --bucket")
+                    hint = "; use a larger --bucket" if problem.startswith("operations") else ""
+                    raise UsageError(f"the parameter list at world {world}: {problem}{hint}")
             found += cases
         return found
 
     def extend(self, system: System, extension: Extension) -> None:
         """A given list is as it is; what is done with it depends on the system."""
-        if any(case.system != system for case in self.cases):
+        if any(case.system != system for case in self.cases) or extension != self._extension:
+            self._extension = extension
             self.cases = self._cases(system)
 
     def scenario(self, index: int, ahead: int = 1) -> Scenario:
@@ -499,7 +506,8 @@ class _Search:
     def _smaller(self, scenario: Scenario) -> Smaller:
         """Within what was asked for: its worlds, and its bucket size where one was given."""
         given = self.options
-        return functools.partial(smallest, scenario, worlds=given.worlds, keep_bucket=given.bucket is not None)
+        keep_bucket, extension = given.bucket is not None, self.evaluator.extension
+        return functools.partial(smallest, scenario, worlds=given.worlds, keep_bucket=keep_bucket, extension=extension)
 
     def _crashed_afterwards(self) -> Found | None:
         """A rank may also end when it has sent its last verdict."""
@@ -636,7 +644,9 @@ def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.
     if divergence is None:
         raise ValueError("a violation without a divergence")
     summary = divergence.summary()
-    subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
+    subject = codec.SubjectReference(
+        options.subject.given, options.subject.absolute, options.subject.args, options.subject.config
+    )
     path: Path | None = None
     note = "" if found.cut_short is None else f" ({found.cut_short})"
     if replayed is not None:

@@ -248,7 +248,7 @@ class Bench:
     """Full and bare runs at one world."""
 
     def __init__(self, subject: SubjectSource, pool: RankPool, world: int) -> None:
-        self._subject = SubjectName(subject.absolute, subject.args)
+        self._subject = SubjectName(subject.absolute, subject.args, subject.config)
         self._pool = pool
         self._world = world
         self._exchanges = False

@@ -49,7 +49,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             if report.problem is not None:
                 raise RankBroken(encode(report))
             return encode(report)
-        capable = capabilities(task.subject.path)
+        capable = capabilities(task.subject.path, task.subject.config)
 
         def build(around: Around) -> TimedDriver:
             driver = TimedDriver(

@@ -18,7 +18,7 @@ from harness.errors import exception_text
 from harness.launch.rank import RankBroken, RankContext
 from harness.oracles.order import rule
 from harness.scenario.model import Scenario
-from harness.subjects.builtin import capabilities
+from harness.subjects.builtin import CONFIGURED, capabilities
 from harness.subjects.load import SubjectError, declared, load_class, system_of
 from harness.verdict import Property, RankStatus, RankVerdict
 
@@ -28,9 +28,15 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 class LoadedSubjects:
-    """The subjects' classes in this rank, each imported once; ``importing`` is entered around each import."""
+    """The subjects' classes in this rank, each imported once.
 
-    def __init__(self, importing: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
+    ``importing`` is entered around each import; ``context``: of the rank, where there is one.
+    """
+
+    def __init__(
+        self, importing: Callable[[str], AbstractContextManager[None]] | None = None, context: RankContext | None = None
+    ) -> None:
+        self._context = context
         self._importing = importing or (lambda path: nullcontext())
         self._classes: dict[str, type] = {}
 
@@ -45,23 +51,36 @@ class LoadedSubjects:
         """Whether the class can be driven."""
         try:
             cls = self.load(subject)
-            return SubjectCheck(None, declared(cls), system_of(cls))
+            problem = None if self._context is None else refused(subject, self._context.device, self._context.world)
+            return SubjectCheck(problem, declared(cls), system_of(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
+
+
+def refused(subject: SubjectName, device: str, world: int | None) -> str | None:
+    """Why our own strategies cannot be built from the user's configuration; None: they can, or the subject is another.
+
+    ``world``: of the ranks that will use it, where that is known.
+    """
+    if subject.path != CONFIGURED:
+        return None
+    from harness.subjects import configured  # a rank that never drives this system need not import it
+
+    return configured.problem(subject.config or {}, subject.args, device=torch.device(device), world=world)
 
 
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
     trail = Trail(context.directory, context.world, context.rank)
     isolation = Isolation(context.rank, context.rearm)
-    subjects = LoadedSubjects(isolation.importing)
+    subjects = LoadedSubjects(isolation.importing, context)
 
     def answer(message: bytes) -> bytes:
         task = decode_task(message)
         if isinstance(task, CheckSubject):
             return encode(subjects.check(task.subject))
         cls = subjects.load(task.subject)
-        capable = capabilities(task.subject.path)
+        capable = capabilities(task.subject.path, task.subject.config)
 
         def build(around: Around) -> RankDriver:
             return driver_of(task.scenario.system)(

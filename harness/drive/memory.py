@@ -80,5 +80,6 @@ def _live_storages() -> dict[int, Any]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:  # others have no storage
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage
+            if storage.device.type != "meta":  # what DTensor keeps to work out shapes has no memory
+                found[storage.data_ptr()] = storage
     return found

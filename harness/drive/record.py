@@ -19,6 +19,7 @@ from harness.launch.tap import LoggedCollective
 from harness.scenario.model import Scenario
 from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.situations import Situation
+from harness.scenario.strategy_situations import StrategySituation
 from harness.verdict import (
     Collective,
     Divergence,
@@ -160,7 +161,7 @@ class Record:
         if margin is not None:
             self.margin = margin if self.margin is None else max(self.margin, margin)
 
-    def reached(self, situation: Situation | MuonSituation) -> None:
+    def reached(self, situation: Situation | MuonSituation | StrategySituation) -> None:
         """A situation that only running shows."""
         self._situations.add(situation.value)
 

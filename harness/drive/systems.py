@@ -5,9 +5,10 @@ from __future__ import annotations
 from harness.drive.calls import RankDriver
 from harness.drive.driver import Driver
 from harness.drive.muon import MuonDriver
+from harness.drive.strategy import StrategyDriver
 from harness.scenario.model import System
 
-_DRIVERS: dict[System, type[RankDriver]] = {"zero_master": Driver, "muon": MuonDriver}
+_DRIVERS: dict[System, type[RankDriver]] = {"zero_master": Driver, "muon": MuonDriver, "strategy": StrategyDriver}
 
 
 def driver_of(system: System) -> type[RankDriver]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import Struct
 
@@ -10,10 +12,14 @@ from harness.subjects.source import Scalar
 
 
 class SubjectName(Struct, frozen=True):
-    """Which class to drive; ``path`` is importable from any directory, ``args`` are further constructor arguments."""
+    """Which class to drive; ``path`` is importable from any directory, ``args`` are further constructor arguments.
+
+    ``config``: of the user's, for a distribution strategy; None: none was given.
+    """
 
     path: str
     args: dict[str, Scalar] = {}
+    config: dict[str, Any] | None = None
 
 
 class CheckSubject(Struct, frozen=True, tag="check"):

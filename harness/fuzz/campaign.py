@@ -155,6 +155,7 @@ def identity_of(options: CampaignOptions) -> Identity:
     return Identity(
         subject=options.subject.absolute,
         args=options.subject.args,
+        config=options.subject.config,
         worlds=options.worlds,
         backend=options.backend,
         order=options.order,
@@ -287,6 +288,7 @@ class _Campaign:
             given=campaign.subject.given,
             absolute=campaign.subject.absolute,
             args=campaign.subject.args,
+            config=campaign.subject.config,
             worlds=campaign.worlds,
             backend=campaign.backend,
             order=campaign.order,

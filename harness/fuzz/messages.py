@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -48,6 +48,7 @@ class Setup(Struct, frozen=True, tag=True, kw_only=True):
     deadline: float | None
     keep_going: bool
     canaries: bool
+    config: dict[str, Any] | None = None
 
 
 class RunRound(Struct, frozen=True, tag=True, kw_only=True):

@@ -84,6 +84,16 @@ _KINDS: dict[System, tuple[Kind, ...]] = {
         Kind.RELATED,
         Kind.TARGETED,
     ),
+    "strategy": (
+        Kind.AIMED,
+        Kind.AIMED,
+        Kind.RELATED,
+        Kind.AIMED,
+        Kind.TARGETED,
+        Kind.AIMED,
+        Kind.RELATED,
+        Kind.TARGETED,
+    ),
 }
 
 
@@ -199,7 +209,8 @@ class _Context(NamedTuple):
                     kept.replace(candidate)
                 return failed
 
-            smallest(scenario, noted, worlds=self.worlds, keep_bucket=self.space.bucket is not None)
+            bucket, extension = self.space.bucket, self.space.extension
+            smallest(scenario, noted, worlds=self.worlds, keep_bucket=bucket is not None, extension=extension)
 
         return self.examiner.explain(scenario, smaller)
 
@@ -294,13 +305,15 @@ def _aimed(context: _Context) -> bool:
         scenario = generate.draw(
             seed, index, worlds, bucket=space.bucket, extension=space.extension, narrow=narrow, system=space.system
         )
-        relation = _relation(scenario, seed, index, worlds) if this.kind is Kind.RELATED else None
+        relation = _relation(scenario, seed, index, worlds, space.extension) if this.kind is Kind.RELATED else None
         if context.seen(scenario, relation).violated and not context.explained(scenario, relation):
             return False
     return True
 
 
-def _relation(scenario: Scenario, seed: int, index: int, worlds: tuple[int, ...]) -> RelationReference | None:
+def _relation(
+    scenario: Scenario, seed: int, index: int, worlds: tuple[int, ...], extension: Extension
+) -> RelationReference | None:
     """Relations take turns, passing over those that do not apply; None: none does."""
     # A simulated world against real ranks is none of them: those would have to be started beside.
     all_of_them = [relation for relation in relations_of(scenario.system) if relation is not Relation.TIER]
@@ -309,7 +322,7 @@ def _relation(scenario: Scenario, seed: int, index: int, worlds: tuple[int, ...]
     digest = hashlib.blake2b(f"{seed} relations {lap}".encode(), digest_size=16).digest()
     relations = Random(int.from_bytes(digest, "big")).sample(all_of_them, len(all_of_them))
     for relation in (*relations[place:], *relations[:place]):
-        if related(scenario, relation, index, worlds) is not None:
+        if related(scenario, relation, index, worlds, extension) is not None:
             return RelationReference(relation, index, worlds)
     return None
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -62,11 +62,21 @@ class Identity(Struct, frozen=True, kw_only=True):
     code: str
     versions: dict[str, str]
     schema: int = SCHEMA
+    config: dict[str, Any] | None = None
 
     @property
     def digest(self) -> str:
         """Of what the command line says of it, except for the seed: names the default directory."""
-        said = (self.subject, sorted(self.args.items()), self.worlds, self.backend, self.order, self.schedule)
+        said: tuple[object, ...] = (
+            self.subject,
+            sorted(self.args.items()),
+            self.worlds,
+            self.backend,
+            self.order,
+            self.schedule,
+        )
+        if self.config is not None:
+            said = (*said, msgspec.json.encode(self.config, order="sorted"))
         return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
 
     def differences(self, other: Identity) -> list[str]:

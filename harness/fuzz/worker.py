@@ -217,7 +217,7 @@ def _nothing_smaller(fails: object) -> None:
 
 
 def _subject(setup: Setup) -> SubjectSource:
-    return SubjectSource(setup.given, setup.absolute, setup.args)
+    return SubjectSource(setup.given, setup.absolute, setup.args, setup.config)
 
 
 def _options(setup: Setup) -> CampaignOptions:

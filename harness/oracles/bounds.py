@@ -173,3 +173,43 @@ def judge_squared_norm(
     # Rounded up, the sum may already leave fp32's range where the exact one does not quite.
     overflow = kind == "fp32" and observed == math.inf and reference * (1 + bound) > FP32_MAX
     return NormJudgement(overflow or error <= bound, oracle, error, bound)
+
+
+def judge_norm(observed: float, exact: SquaredNorm, *, kind: Accumulation, world: int, bitwise: bool) -> NormJudgement:
+    """Judge a norm (the root of a squared norm), an fp32 number, that a rank observed.
+
+    The root of ``s (1 + t)`` is ``sqrt(s) (1 + t')`` with ``|t'| <= |t|``. Beside the roundings of the sum there are
+    those of the root, of a scalar that is squared again where it travels between ranks or kinds of gradients (a few:
+    4 are allowed), and the last one to fp32. The sum of squares may lie on one rank.
+
+    Args:
+        observed: what the system returned.
+        exact: the squared norm of the gradient it was computed from.
+        kind: how the system accumulates squares: ``fp64`` rounds to fp32 once, at the end.
+        world: number of ranks.
+        bitwise: the sum of squares is exact in ``kind``: the norm is then the root of it, rounded. A root in fp64 need
+            not be rounded correctly on every machine (vector libraries promise less than one unit in the last place).
+    """
+    root = math.sqrt(exact.value) if exact.value >= 0 else math.nan
+    if math.isnan(root) or math.isinf(root) or root == 0.0:
+        same = observed == root or (math.isnan(observed) and math.isnan(root))
+        return NormJudgement(same, Oracle.EXACT, 0.0 if same else math.inf, 0.0)
+    error = abs(observed - root) / root
+    if bitwise:
+        roots = (math.nextafter(root, 0.0), root, math.nextafter(root, math.inf))
+        return NormJudgement(observed in {_to_fp32(each) for each in roots}, Oracle.EXACT, error, 0.0)
+    unit = U64 if kind == "fp64" else U32
+    sums = gamma(exact.num_elements + world + 8, unit)
+    relative, oracle = (sums + exact.error + 2 * U32) / (1 - exact.error) * _SLACK, Oracle.BOUND
+    if relative > LOOSE_ABOVE:
+        relative, oracle = LOOSE_BOUND, Oracle.LOOSE
+    absolute = 0.0 if kind == "fp64" else math.sqrt((exact.num_elements + 2 * world) * FP32_UNDERFLOW)
+    bound = relative + (absolute + FP32_UNDERFLOW) / root * _SLACK
+    largest = FP32_MAX if kind == "fp64" else math.sqrt(FP32_MAX)
+    overflow = observed == math.inf and root * (1 + bound) > largest
+    return NormJudgement(overflow or error <= bound, oracle, error, bound)
+
+
+def _to_fp32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from harness.oracles.bounds import FP32_MAX, FP32_UNDERFLOW, U32, any_order_sum_bound
 from harness.oracles.order import Order, add, fold, uniform
-from harness.scenario.model import Domain, Scenario, StepPlan
+from harness.scenario.model import Domain, Scenario, StepPlan, multiple_of_scenario
 from harness.scenario.situations import Situation
 from harness.scenario.values import gradient_of
 
@@ -26,6 +26,7 @@ _BELOW_BF16 = np.int32(0xFFFF)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGEST = np.float32(float.fromhex("0x1.fep127"))  # of bf16
 _CANCELLED = 2.0**-10
+_NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -81,21 +82,29 @@ def contribution(
     """The gradient that ``rank`` has for ``parameter`` in the ``part``-th part of a step; None where it has none.
 
     fp32 ``[numel]``, a new array; exact in the parameter's dtype as long as the scenario's exponents fit that dtype.
-    Of system ``"muon"`` each is a multiple of ``scenario.muon.multiple``.
+    Of systems ``"muon"`` and ``"strategy"`` each is a multiple of their ``multiple``; a frozen parameter has none.
     """
     plan = step.parts[part]
-    if parameter in plan.none[rank]:
+    if parameter in plan.none[rank] or parameter in frozen(scenario):
         return None
     contributor, listed = plan.contributors[rank], scenario.parameters[parameter]
     gradient = gradient_of(scenario.seed, contributor, step.index, listed, parameter, scenario.values)
-    if scenario.muon is not None:
-        gradient *= np.float32(scenario.muon.multiple)
+    multiple = multiple_of_scenario(scenario)
+    if multiple != 1:
+        gradient *= np.float32(multiple)
     return gradient
+
+
+def frozen(scenario: Scenario) -> frozenset[int]:
+    """The indices of the parameters that take no gradient: of system ``"strategy"`` alone."""
+    if scenario.strategy is None:
+        return _NOTHING
+    return frozenset(index for index, place in enumerate(scenario.strategy.places) if place.frozen)
 
 
 def has_gradient(scenario: Scenario, step: StepPlan, rank: int, part: int) -> bool:
     """Whether ``rank`` has a gradient for any parameter at all in this part."""
-    missing = set(step.parts[part].none[rank])
+    missing = {*step.parts[part].none[rank], *frozen(scenario)}
     return any(parameter not in missing for parameter in range(len(scenario.parameters)))
 
 

@@ -23,7 +23,7 @@ from harness.oracles.bounds import SquaredNorm, squared_norm
 from harness.oracles.contributions import Share, reduced
 from harness.oracles.muon_bound import Judged, judge_update
 from harness.scenario.model import Domain, Scenario, StepPlan, muon_of, steps
-from harness.scenario.muon import AdaptiveClip, GlobalClip, Mark, Muon
+from harness.scenario.muon import AdaptiveClip, GlobalClip, Mark, MuonSettings
 from harness.scenario.situations import Situation
 
 T = TypeVar("T")
@@ -245,10 +245,10 @@ class UnshardedMuon:
         mark, settings, adamw = self._mark(life), self.muon.settings, self.scenario.optimizer
         if mark.muon:
             decay = settings.weight_decay if mark.weight_decay is None else mark.weight_decay
-            moved = _muon_step(state, gradient, mark, self.muon, self.rates[0] * mark.lr_scale, decay)
+            moved = muon_step(state, gradient, mark, settings, self.rates[0] * mark.lr_scale, decay)
         else:
             decay = adamw.weight_decay if mark.weight_decay is None else mark.weight_decay
-            moved = _adamw_step(
+            moved = adamw_step(
                 state,
                 gradient,
                 lr=self.rates[1] * mark.lr_scale,
@@ -317,8 +317,10 @@ class UnshardedMuon:
         return self._states[life]
 
 
-def _muon_step(state: State, gradient: Tensor, mark: Mark, muon: Muon, lr: float, weight_decay: float) -> State:
-    settings = muon.settings
+def muon_step(
+    state: State, gradient: Tensor, mark: Mark, settings: MuonSettings, lr: float, weight_decay: float
+) -> State:
+    """One step of Muon of a whole matrix, or of a stack of them; ``weight`` stays as it was."""
     momentum = state.moments[0].lerp(gradient, 1 - settings.beta)
     update = gradient.lerp(momentum, settings.beta) if settings.nesterov else momentum.clone()
     master = state.master.mul(1 - lr * weight_decay)
@@ -326,13 +328,23 @@ def _muon_step(state: State, gradient: Tensor, mark: Mark, muon: Muon, lr: float
     return State(state.weight, master, (momentum,), state.num_steps + 1)
 
 
-def _adamw_step(
-    state: State, gradient: Tensor, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+def adamw_step(
+    state: State,
+    gradient: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    foreach: bool = False,
 ) -> State:
-    """One step of torch's own AdamW on copies."""
+    """One step of torch's own AdamW on copies, in the dtype of the master; ``weight`` stays as it was.
+
+    ``foreach``: matters where that dtype is not fp32: the two ways then round other intermediate values.
+    """
     master = torch.nn.Parameter(state.master.clone())
     optimizer = torch.optim.AdamW(
-        [master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False, fused=False
+        [master], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=foreach, fused=False
     )
     moments = [moment.clone() for moment in state.moments]
     held = dict(zip(MOMENTS[False], moments, strict=True))

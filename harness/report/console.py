@@ -22,7 +22,9 @@ from harness.faults import language
 from harness.report.result import Failure, FuzzSummary, Result
 from harness.scenario.model import Build, Clip, Discard, Load, Rate, Reload, Scenario, Skip, Values, steps
 from harness.scenario.muon import AdaptiveClip, Muon, MuonSettings, Sharding
-from harness.verdict import Oracle, Property, RankAccount
+from harness.scenario.strategy import Strategy
+from harness.scenario.systems import PROPERTIES
+from harness.verdict import Oracle, RankAccount
 
 LINE_INTERVAL_S = 5.0
 OUTPUT_LINES = 20
@@ -74,11 +76,13 @@ def describe(scenario: Scenario) -> str:
         extras.append("rebuild")
     if scenario.muon is not None:
         extras += _muon_words(scenario.muon)
+    if scenario.strategy is not None:
+        extras += _strategy_words(scenario.strategy, scenario.world)
     words = [
         f"world {scenario.world}",
         f"{count(len(scenario.parameters), 'parameter')} of {scenario.numel:,}",
         f"bucket {scenario.bucket:,}",
-        f"{count(len(plans), 'step')} ({parts} parts)",
+        f"{count(len(plans), 'step')} ({parts} parts)" if plans else "no step",
         _domain(scenario.values),
         *extras,
         *(f"fault: {language.text(fault)}" for fault in scenario.faults),
@@ -112,6 +116,31 @@ def _muon_words(muon: Muon) -> list[str]:
         "fused states": sharding.fuse_optimizer_states,
         clip: muon.clip is not None,
         "other settings": muon.settings != MuonSettings(),
+    }
+    return [words for words, holds in shown.items() if holds]
+
+
+_SHARDED = {"none": "replicated", "full": "fully sharded"}
+
+
+def _strategy_words(strategy: Strategy, world: int) -> list[str]:
+    """What of a strategy's scenario is not as plain as can be."""
+    places, plain = strategy.places, Strategy(())
+    blocks = {place.block for place in places if place.block >= 0}
+    mesh = f"mesh {strategy.replicas}x{world // strategy.replicas}"
+    treated = [name for name in ("frozen", "plain", "tied", "dedicated") if any(getattr(each, name) for each in places)]
+    shown = {
+        mesh if strategy.sharding == "hybrid" else _SHARDED.get(strategy.sharding, ""): strategy.sharding != "any",
+        count(len(blocks), "block"): True,
+        f"reduces in {strategy.reduce}": strategy.sharding != "any",
+        f"computes in {strategy.compute}": strategy.sharding != "any" and strategy.compute != plain.compute,
+        f"accumulation {strategy.accumulation}": strategy.accumulation != plain.accumulation,
+        f"{' and '.join(treated)} parameters": bool(treated),
+        "converts itself": strategy.converts and not strategy.bare_root,
+        "bare root": strategy.bare_root,
+        "offloaded": strategy.offload,
+        "unequal start": strategy.unequal_start,
+        "other settings of Muon": strategy.muon != MuonSettings(),
     }
     return [words for words, holds in shown.items() if holds]
 
@@ -229,7 +258,7 @@ def result_lines(result: Result, *, campaign: bool = True) -> list[tuple[str, st
         for world, examples in sorted(result.examples.per_world.items()):
             lines.append((f"  world {world:<6} {count(examples.count, 'example')}, {examples.rate:.1f}/s", ""))
     lines.append((f"  checked      {_counts(result.properties)}", ""))
-    unchecked = [item.value for item in Property if not result.properties.get(item.value)]
+    unchecked = [item.value for item in PROPERTIES[result.system] if not result.properties.get(item.value)]
     complete = result.failure is None  # after a failure the campaign stopped: what it left out says nothing
     if unchecked and complete:
         lines.append((f"  not checked  {', '.join(unchecked)}", ""))

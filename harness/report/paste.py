@@ -20,7 +20,8 @@ def pytest_test(
     """The text of a file of tests that runs one case; None for a large case that lies in no file.
 
     Args:
-        case: what failed. Subject and failure that it names are left out of the test.
+        case: what failed. Subject and failure that it names are left out of the test, but for the subject's
+            configuration.
         path: of its file, which large cases are read from.
         subject, args: as ``--subject`` and ``--subject-arg`` have them.
         options: further keyword arguments of :func:`harness.check_case`.
@@ -32,7 +33,9 @@ def pytest_test(
         constant = f"CASE = {os.fspath(path)!a}"
     else:
         return None
-    given: dict[str, object] = {"subject": subject, **({"subject_args": dict(args)} if args else {}), **options}
+    config = None if case.subject is None else case.subject.config
+    given: dict[str, object] = {"subject": subject, **({"subject_args": dict(args)} if args else {})}
+    given |= {**({} if config is None else {"config": config}), **options}
     keywords = "".join(f", {name}={value!a}" for name, value in given.items())
     name = "case" if path is None else _identifier(path.stem)
     return f"from harness import check_case\n\n{constant}\n\n\ndef test_{name}():\n    check_case(CASE{keywords})\n"

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 
 from harness.errors import CaseError
 from harness.faults.language import KINDS, Corrupt, Hang
-from harness.scenario import muon
+from harness.scenario import muon, strategy
 from harness.scenario.model import MAX_ELEMENTS, SCHEMA_VERSION, Count, Domain, Operation, Parameter, Scenario, check
 from harness.scenario.relations import Relation, RelationReference
 from harness.verdict import Stage
@@ -43,11 +43,15 @@ _Name = Annotated[str, Meta(max_length=5000)]  # Linux has no path longer than 4
 
 
 class SubjectReference(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which class a case was run on: as the user named it, the same as an absolute path, and its further arguments."""
+    """Which class a case was run on: as the user named it, the same as an absolute path, and its further arguments.
+
+    ``config``: of a distribution strategy, where the user gave one.
+    """
 
     given: _Name
     absolute: _Name
     args: dict[str, Scalar] = {}
+    config: dict[str, Any] | None = None
 
 
 class Case(Struct, frozen=True):
@@ -92,7 +96,7 @@ _CHOICES = {
     "op": [operation.__struct_config__.tag for operation in typing.get_args(Operation)],
     "dtype": ["bf16", "fp16", "fp32"],
     "domain": [domain.value for domain in Domain],
-    "system": ["zero_master", "muon"],
+    "system": _literals(Scenario, "system"),
     "name": [relation.value for relation in Relation],
     "fault": list(KINDS),
     "stage": [stage.value for stage in Stage],
@@ -106,6 +110,10 @@ _CHOICES = {
     "scale": _literals(muon.MuonSettings, "scale"),
     "owner_rule": _literals(muon.Sharding, "owner_rule"),
     "backward": _literals(muon.Muon, "backward"),
+    "sharding": _literals(strategy.Strategy, "sharding"),
+    "reduce": _literals(strategy.Strategy, "reduce"),
+    "compute": _literals(strategy.Strategy, "compute"),
+    "accumulation": _literals(strategy.Strategy, "accumulation"),
 }
 
 
@@ -118,10 +126,13 @@ def encode(case: Case) -> bytes:
     fields = {**header, **msgspec.to_builtins(case.scenario)}
     if not case.scenario.faults:
         del fields["faults"]
-    if case.scenario.muon is None:
-        del fields["muon"]
+    for system in ("muon", "strategy"):
+        if getattr(case.scenario, system) is None:
+            del fields[system]
     if case.subject is not None:
         fields["subject"] = msgspec.to_builtins(case.subject)
+        if case.subject.config is None:
+            del fields["subject"]["config"]
     if case.relation is not None:
         fields["relation"] = msgspec.to_builtins(case.relation)
     if case.failure is not None:
@@ -224,6 +235,23 @@ def load_parameters(path: Path) -> tuple[Parameter, ...]:
         if Parameter(entry.name, entry.shape).extent > MAX_ELEMENTS:
             raise CaseError(f"{source}: $[{index}].shape: dimensions other than 0 multiply to over {MAX_ELEMENTS}")
     return tuple(Parameter(entry.name, entry.shape) for entry in listed)
+
+
+def load_configuration(path: Path) -> dict[str, Any]:
+    """The configuration of a distribution strategy: a JSON object; what its keys mean is not looked at.
+
+    Raises:
+        CaseError: the file cannot be read, or holds something else.
+    """
+    source = str(path)
+    found = _parse(_read(path), source)
+    if not isinstance(found, dict):
+        raise CaseError(f"{source}: $: expected an object of keys and values, got {_kind(found)}")
+    try:
+        msgspec.msgpack.encode(found)
+    except OverflowError:
+        raise CaseError(f"{source}: expected numbers of 64 bits, got a larger one") from None
+    return found
 
 
 def _json(value: object) -> str:

@@ -20,6 +20,7 @@ import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, configuration, find, settings
 from hypothesis import strategies as st
 
+from harness.errors import UsageError
 from harness.scenario.aims import Aim, for_fault
 from harness.scenario.model import CONTRACT, Extension, Scenario, System
 from harness.scenario.space import Choices, draw_fault
@@ -175,6 +176,11 @@ def _cycle(worlds: tuple[int, ...], space: Space) -> tuple[Turn, ...]:
     goals = GOALS[space.system]
     places = range(len(goals))
     held = {world: [place for place in places if can_hold(goals[place], world, space)] for world in worlds}
+    for world in (world for world in held if not held[world]):
+        raise UsageError(
+            f"world {world}: no scenario can be drawn for this subject and so many ranks, whose smallest sums need "
+            "more bits than it may have; choose worlds with fewer ranks, or a power of two of them"
+        )
     num_worlds = [sum(place in held[world] for world in held) for place in places]
     aimed_at = [0] * len(goals)
     taken = {world: [0] * len(goals) for world in worlds}

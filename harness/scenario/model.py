@@ -19,9 +19,10 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from harness.faults.language import MAX_FAULTS, Ending, Fault, Slow, place_problem
-from harness.scenario import muon_check
+from harness.scenario import muon_check, strategy_check, strategy_offer
 from harness.scenario.muon import Muon
 from harness.scenario.partition import round_bucket
+from harness.scenario.strategy import Offer, Strategy
 
 SCHEMA_VERSION: Final = 1
 
@@ -206,7 +207,7 @@ Between = Build | Rate | Load | Reload
 Operation = Build | Part | Clip | Step | Discard | Skip | Rate | Load | Reload
 
 
-System = Literal["zero_master", "muon"]
+System = Literal["zero_master", "muon", "strategy"]
 """What kind of system a scenario drives."""
 
 
@@ -214,7 +215,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     """One complete input.
 
     ``operations``: a build; then, per step, parts, an optional clip, and a step or a discard. ``faults``: what some
-    ranks are to do wrong in it (:mod:`harness.faults.language`). ``muon``: of system ``"muon"`` alone.
+    ranks are to do wrong in it (:mod:`harness.faults.language`). ``muon``, ``strategy``: of the system of that name
+    alone.
     """
 
     world: World
@@ -227,6 +229,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True):
     system: System = "zero_master"
     faults: Annotated[tuple[Fault, ...], Meta(max_length=MAX_FAULTS)] = ()
     muon: Muon | None = None
+    strategy: Strategy | None = None
 
     @property
     def numel(self) -> int:
@@ -249,6 +252,19 @@ def muon_of(scenario: Scenario) -> Muon:
     return scenario.muon
 
 
+def strategy_of(scenario: Scenario) -> Strategy:
+    """What a scenario of system ``"strategy"`` has beside all others; raises ValueError for one of another system."""
+    if scenario.strategy is None:
+        raise ValueError(f"scenario of system {scenario.system!r} says nothing of a strategy")
+    return scenario.strategy
+
+
+def multiple_of_scenario(scenario: Scenario) -> int:
+    """What every integer of a gradient is multiplied by, so that means are exact; 1 where sums are not divided."""
+    averaging = scenario.muon or scenario.strategy
+    return 1 if averaging is None else averaging.multiple
+
+
 class Extension(Struct, frozen=True, omit_defaults=True):
     """What a subject takes beyond the contract's space; a class says so in ``verify_extensions``, by name.
 
@@ -256,15 +272,17 @@ class Extension(Struct, frozen=True, omit_defaults=True):
         refresh: ``refresh_from_weights()``: a :class:`Load` may be drawn.
         dtypes: parameters of several dtypes.
         strides: parameters that are not contiguous.
+        strategy: of a subject of system ``"strategy"``: what of a strategy may be drawn for it.
     """
 
     refresh: bool = False
     dtypes: bool = False
     strides: bool = False
+    strategy: Offer = Offer()
 
 
-EXTENSIONS: Final = Extension.__struct_fields__
-"""Their names."""
+EXTENSIONS: Final = ("refresh", "dtypes", "strides")
+"""The names of those that a class of any other system than ``"strategy"`` may declare."""
 
 CONTRACT: Final = Extension()
 """Nothing beyond the contract's space."""
@@ -277,7 +295,10 @@ def beyond(scenario: Scenario, extension: Extension) -> tuple[str, ...]:
         dtypes=len({parameter.dtype for parameter in scenario.parameters}) > 1,
         strides=any(parameter.strides != "contiguous" for parameter in scenario.parameters),
     )
-    return tuple(name for name in EXTENSIONS if getattr(asked, name) and not getattr(extension, name))
+    found = tuple(name for name in EXTENSIONS if getattr(asked, name) and not getattr(extension, name))
+    if scenario.strategy is None:
+        return found
+    return (*found, *strategy_offer.beyond(scenario, scenario.strategy, extension.strategy))
 
 
 class StepPlan(Struct, frozen=True):
@@ -366,7 +387,7 @@ def check(scenario: Scenario) -> str | None:
         _system_problem(scenario)
         or _operations_problem(scenario)
         or _faults_problem(scenario)
-        or _muon_problem(scenario)
+        or _own_problem(scenario)
         or exact_sums_problem(scenario)
         or _work_problem(scenario)
     )
@@ -383,6 +404,8 @@ def _operations_problem(scenario: Scenario) -> str | None:
         if isinstance(operation, Build | Rate | Load | Reload):
             if num_parts:
                 return f"{path}: a {operation.__struct_config__.tag} within a step"
+            if isinstance(operation, Build) and index and scenario.system == "strategy":
+                return f"{path}: a second build, but a model of system 'strategy' is wrapped once"
         elif isinstance(operation, Part):
             if clipped:
                 return f"{path}: a part after the clip of its step"
@@ -411,20 +434,31 @@ def _operations_problem(scenario: Scenario) -> str | None:
     return None
 
 
-_NOT_OF: dict[str, tuple[type, ...]] = {"zero_master": (Reload,), "muon": (Clip, Load)}
-"""Operations that a system does not have: Muon clips by itself, and masters alone say what its weights are."""
+_NOT_OF: dict[str, tuple[type, ...]] = {
+    "zero_master": (Reload,),
+    "muon": (Clip, Load),
+    "strategy": (Load, Reload, Discard),
+}
+"""Operations that a system does not have: Muon clips by itself, and masters alone say what its weights are; a strategy
+has neither weights to refresh nor a state of its own, and forgets gradients after the reduction alone (``Skip``)."""
 
 
 def _system_problem(scenario: Scenario) -> str | None:
-    if scenario.system == "muon" and scenario.muon is None:
-        return "muon: missing, system 'muon' needs it"
-    if scenario.system != "muon" and scenario.muon is not None:
-        return f"muon: given, but the system is {scenario.system!r}"
+    for system, given in (("muon", scenario.muon), ("strategy", scenario.strategy)):
+        if scenario.system == system and given is None:
+            return f"{system}: missing, system {system!r} needs it"
+        if scenario.system != system and given is not None:
+            return f"{system}: given, but the system is {scenario.system!r}"
     return None
 
 
-def _muon_problem(scenario: Scenario) -> str | None:
-    return None if scenario.muon is None else muon_check.problem(scenario, scenario.muon, _most_parts(scenario))
+def _own_problem(scenario: Scenario) -> str | None:
+    """What is wrong with what the scenario's system alone has."""
+    if scenario.muon is not None:
+        return muon_check.problem(scenario, scenario.muon, _most_parts(scenario))
+    if scenario.strategy is not None:
+        return strategy_check.problem(scenario, scenario.strategy, _most_parts(scenario))
+    return None
 
 
 def _most_parts(scenario: Scenario) -> int:
@@ -479,8 +513,7 @@ def exact_sums_problem(scenario: Scenario) -> str | None:
     values = scenario.values
     if values.domain is Domain.GENERAL:
         return None
-    multiple = 1 if scenario.muon is None else scenario.muon.multiple
-    total = scenario.world * _most_parts(scenario) * values.max_k * multiple
+    total = scenario.world * _most_parts(scenario) * values.max_k * multiple_of_scenario(scenario)
     if total >= 2**24:
         return f"values.max_k: sums reach {total}, exact in fp32 only below 2**24"
     if values.domain is Domain.NORM_EXACT:

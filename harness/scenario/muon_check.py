@@ -200,21 +200,33 @@ def _values_problem(scenario: Scenario, muon: Muon, most_parts: int) -> Iterator
 
 def newton_schulz_work(scenario: Scenario, muon: Muon) -> int:
     """Multiplications and additions of one step's orthogonalisations of whole matrices."""
+    return _matrices_work(_matrices(scenario, muon), muon.settings.ns_steps)
+
+
+def _matrices(scenario: Scenario, muon: Muon) -> list[tuple[int, ...]]:
+    return [each.shape for each, mark in zip(scenario.parameters, muon.marks, strict=True) if mark.muon]
+
+
+def _matrices_work(shapes: Iterable[tuple[int, ...]], ns_steps: int) -> int:
     work = 0
-    for parameter, mark in zip(scenario.parameters, muon.marks, strict=True):
-        if mark.muon:
-            *stack, rows, columns = parameter.shape
-            small, large = sorted((rows, columns))
-            work += math.prod(stack) * (4 * large * small**2 + 2 * small**3) * muon.settings.ns_steps
+    for *stack, rows, columns in shapes:
+        small, large = sorted((rows, columns))
+        work += math.prod(stack) * (4 * large * small**2 + 2 * small**3) * ns_steps
     return work
 
 
-def _work_problem(scenario: Scenario, muon: Muon) -> str | None:
+def newton_schulz_problem(scenario: Scenario, shapes: Iterable[tuple[int, ...]], ns_steps: int) -> str | None:
+    """Why orthogonalising matrices of these shapes in every step would take longer than anybody waits; or None."""
     num_steps = sum(operation.__struct_config__.tag == "step" for operation in scenario.operations)
-    work = num_steps * scenario.world * newton_schulz_work(scenario, muon)
+    work = num_steps * scenario.world * _matrices_work(shapes, ns_steps)
     if work > MAX_NEWTON_SCHULZ:
         return (
-            f"muon.marks: {work:.3g} operations of Newton-Schulz in {num_steps} steps on {scenario.world} ranks are "
+            f"{work:.3g} operations of Newton-Schulz in {num_steps} steps on {scenario.world} ranks are "
             f"too much work, at most {MAX_NEWTON_SCHULZ:.3g} in all"
         )
     return None
+
+
+def _work_problem(scenario: Scenario, muon: Muon) -> str | None:
+    wrong = newton_schulz_problem(scenario, _matrices(scenario, muon), muon.settings.ns_steps)
+    return None if wrong is None else f"muon.marks: {wrong}"

@@ -18,20 +18,23 @@ from typing import Annotated, NamedTuple, TypeVar
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from harness.scenario import muon_relations
+from harness.scenario import muon_relations, strategy_check, strategy_relations
 from harness.scenario.layouts import listing, permuted, picked, regrouped, shuffled, traced, with_parts
 from harness.scenario.model import (
     MAX_WORLD,
     AdamW,
     Build,
     Domain,
+    Extension,
     Parameter,
     Part,
     Scenario,
     Source,
     System,
     World,
+    beyond,
     check,
+    multiple_of_scenario,
     steps,
 )
 from harness.scenario.partition import round_bucket
@@ -65,13 +68,16 @@ class Relation(enum.Enum):
     HOP = "hop"
     FUSION = "fusion"
     OWNER = "owner"
+    ACCUMULATION = "accumulation"
+    MESH = "mesh"
+    BLOCKS = "blocks"
     TIER = "tier"
 
 
 SUMMARIES = {
     Relation.BUCKET: "another bucket size gives the same weights and norms, bit for bit",
     Relation.WORLD: "the same gradients on another number of ranks give the same weights and norms, bit for bit",
-    Relation.PARTS: "the same gradients in another number of parts give the same weights and norms, bit for bit",
+    Relation.PARTS: "the same gradients in other parts give the same weights and norms, bit for bit",
     Relation.ORDER: "the parameters in another order get the same weights and norms, bit for bit",
     Relation.CUT: "a parameter that is cut in two gets the same weights and norms, bit for bit",
     Relation.JOIN: "two neighbouring parameters that are joined get the same weights and norms, bit for bit",
@@ -82,6 +88,9 @@ SUMMARIES = {
     Relation.HOP: "one hop and two, over nodes of any size, give the same weights and norms, bit for bit",
     Relation.FUSION: "fused buffers of another size, or none, give the same weights and norms, bit for bit",
     Relation.OWNER: "matrices on other owners get the same weights and norms, bit for bit",
+    Relation.ACCUMULATION: "parts that are accumulated in another way give the same weights and norms, bit for bit",
+    Relation.MESH: "another number of replicas gives the same weights and norms, bit for bit",
+    Relation.BLOCKS: "parameters in other blocks get the same weights and norms, bit for bit",
     Relation.TIER: "a simulated world gives the same weights and norms as real ranks, bit for bit",
 }
 """One sentence for each relation, for people: what must be equal."""
@@ -106,7 +115,11 @@ NOTHING_OBSERVED = Observed()
 
 
 def related(
-    scenario: Scenario, relation: Relation, pick: int, worlds: Sequence[int] = DEFAULT_WORLDS
+    scenario: Scenario,
+    relation: Relation,
+    pick: int,
+    worlds: Sequence[int] = DEFAULT_WORLDS,
+    extension: Extension | None = None,
 ) -> Scenario | None:
     """The other scenario; None where the relation does not apply to this one.
 
@@ -115,20 +128,30 @@ def related(
         relation: what is to differ.
         pick: which of the possible ones; any whole number from 0 on. The same one gives the same scenario.
         worlds: other numbers of ranks to choose from (WORLD).
+        extension: what the subject takes: the other scenario asks for nothing beyond it, but for what this one does;
+            None: it may ask for anything.
     """
     if scenario.values.domain is Domain.GENERAL or scenario.faults:
         return None
     if clips(scenario) and not _exact_squares(scenario):
         return None  # the coefficient depends on how the norm rounds
     if relation is Relation.TIER:
-        return scenario
+        return scenario if scenario.system in _SIMULATED else None
     maker = _MAKERS[scenario.system].get(relation)
     other = None if maker is None else maker(scenario, pick, worlds)
     if other is None or other == scenario or check(other) is not None:
         return None
+    if scenario.strategy is not None and not (_exact_means(scenario) and _exact_means(other)):
+        return None
+    if extension is not None and not {*beyond(other, extension)} <= {*beyond(scenario, extension)}:
+        return None
     if relation is not Relation.SCALE and other.values != scenario.values:
         raise AssertionError("only a scale changes values")
     return other
+
+
+def _exact_means(scenario: Scenario) -> bool:
+    return all(strategy_check.exact_means(scenario, len(plan.parts)) for plan in steps(scenario))
 
 
 def clips(scenario: Scenario) -> bool:
@@ -213,9 +236,7 @@ def _scaled(bits: str, exponent: int) -> str:
 def _exact_squares(scenario: Scenario) -> bool:
     """Whether sums of squares of reduced gradients are exact in fp64."""
     num_parts = max((len(plan.parts) for plan in steps(scenario)), default=0)
-    largest = scenario.world * num_parts * scenario.values.max_k
-    if scenario.muon is not None:
-        largest *= scenario.muon.multiple
+    largest = scenario.world * num_parts * scenario.values.max_k * multiple_of_scenario(scenario)
     return scenario.numel * largest**2 < 2**53
 
 
@@ -402,9 +423,21 @@ _MAKERS: dict[System, dict[Relation, _Maker]] = {
         Relation.OWNER: muon_relations.owner,
         Relation.ORDER: muon_relations.order,
     },
+    "strategy": {
+        Relation.ACCUMULATION: strategy_relations.accumulation,
+        Relation.MESH: strategy_relations.mesh,
+        Relation.WORLD: strategy_relations.another_world,
+        Relation.PARTS: strategy_relations.parts,
+        Relation.BLOCKS: strategy_relations.blocks,
+        Relation.ORDER: strategy_relations.order,
+    },
 }
+
+
+# Of strategies it is DDP and FSDP2 that communicate, which look for a backend of their own.
+_SIMULATED: frozenset[System] = frozenset({"zero_master", "muon"})
 
 
 def relations_of(system: System) -> tuple[Relation, ...]:
     """Those that a campaign over such a system takes in turn; a simulated world against real ranks comes last."""
-    return (*_MAKERS[system], Relation.TIER)
+    return (*_MAKERS[system], *([Relation.TIER] if system in _SIMULATED else []))

@@ -13,7 +13,7 @@ from typing import Any, Final
 from msgspec.structs import asdict, replace
 
 from harness.faults.language import Corrupt, Fault, Mute, Slow
-from harness.scenario import muon_smaller
+from harness.scenario import muon_smaller, strategy_smaller
 from harness.scenario.fewer import lower, without_some
 from harness.scenario.model import (
     AdamW,
@@ -21,6 +21,7 @@ from harness.scenario.model import (
     Clip,
     Discard,
     Domain,
+    Extension,
     Load,
     Operation,
     Parameter,
@@ -30,7 +31,9 @@ from harness.scenario.model import (
     Skip,
     Step,
     Values,
+    beyond,
     check,
+    multiple_of_scenario,
 )
 from harness.verdict import STAGE_ORDER, Stage
 
@@ -51,6 +54,7 @@ def smallest(
     *,
     worlds: Collection[int] | None = None,
     keep_bucket: bool = False,
+    extension: Extension | None = None,
 ) -> Scenario:
     """The smallest scenario found that still fails.
 
@@ -61,14 +65,19 @@ def smallest(
         fails: whether another one does; called once for each. Whatever it raises ends the search and passes through.
         worlds: numbers of ranks that it may have, beside its own; None: any.
         keep_bucket: whether to ask for no other bucket sizes.
+        extension: what the subject takes: nothing is asked for beyond it, but for what the scenario asks for already;
+            None: anything may be.
     """
     best = scenario
     tried = {scenario}
+    asked = {*beyond(scenario, extension)} if extension is not None else set()
 
     def wanted(candidate: Scenario) -> bool:
         if worlds is not None and candidate.world not in {scenario.world, *worlds}:
             return False
         if keep_bucket and not {*_requests(candidate)} <= {*_requests(scenario)}:
+            return False
+        if extension is not None and not {*beyond(candidate, extension)} <= asked:
             return False
         return check(candidate) is None and all(_strikes(fault, candidate) for fault in candidate.faults)
 
@@ -93,7 +102,7 @@ def _improved(
     """The best that one kind of change leads to."""
     while True:
         size = _size(best)
-        for candidate in map(muon_smaller.fitted, candidates(best)):
+        for candidate in map(_fitted, candidates(best)):
             if candidate in tried or _size(candidate) >= size or not wanted(candidate):
                 continue
             tried.add(candidate)
@@ -104,11 +113,17 @@ def _improved(
             return best
 
 
+def _fitted(scenario: Scenario) -> Scenario:
+    """With what a change left behind mended, as the scenario's system has it."""
+    return strategy_smaller.fitted(muon_smaller.fitted(scenario))
+
+
 def _size(scenario: Scenario) -> tuple[int | float, ...]:
     """What smaller means: of two scenarios the one whose first difference is lower."""
     operations = scenario.operations
     parts = [operation for operation in operations if isinstance(operation, Part)]
     values, plain = scenario.values, AdamW()
+    plain_dtype = "bf16" if scenario.strategy is None else "fp32"  # of which a strategy's parameters are, mostly
     return (
         scenario.world,
         sum(isinstance(operation, _ENDS) for operation in operations),
@@ -118,13 +133,14 @@ def _size(scenario: Scenario) -> tuple[int | float, ...]:
         sum(len(missing) for part in parts for missing in part.none),
         sum(_requests(scenario)),
         sum(not isinstance(operation, Step) for operation in operations),
-        sum(len(parameter.shape) + (parameter.dtype != "bf16") for parameter in scenario.parameters),
+        sum(len(parameter.shape) + (parameter.dtype != plain_dtype) for parameter in scenario.parameters),
         sum((parameter.strides != "contiguous") + len(parameter.sources) for parameter in scenario.parameters),
         *muon_smaller.size(scenario.muon),
+        *strategy_smaller.size(scenario.strategy),
         sum(part.more for part in parts) + _lies(operations),
         (values.domain is Domain.GENERAL) + (values.domain is not Domain.EXACT),
         values.special + values.spread + values.cancel + values.nonfinite,
-        scenario.muon.multiple if scenario.muon is not None else 1,
+        multiple_of_scenario(scenario),
         abs(values.exponent),
         sum(value != asdict(plain)[name] for name, value in asdict(scenario.optimizer).items()),
         sum(_plain(operation) != operation for operation in operations),
@@ -215,8 +231,11 @@ def _parameters(scenario: Scenario) -> Iterator[Scenario]:
         if scenario.muon is not None:
             marks = tuple(scenario.muon.marks[index] for index in kept)
             fewer = replace(fewer, muon=replace(scenario.muon, marks=marks))
+        if scenario.strategy is not None:
+            places = tuple(scenario.strategy.places[index] for index in kept)
+            fewer = replace(fewer, strategy=replace(scenario.strategy, places=places))
         yield fewer
-    for index in range(count - 1) if scenario.muon is None else ():
+    for index in range(count - 1) if scenario.system == "zero_master" else ():
         first, second = scenario.parameters[index : index + 2]
         joined = Parameter(first.name, (first.numel + second.numel,), first.dtype)
         parameters = (*scenario.parameters[:index], joined, *scenario.parameters[index + 2 :])
@@ -447,6 +466,21 @@ _PASSES: dict[str, tuple[Callable[[Scenario], Iterator[Scenario]], ...]] = {
         _gradients,
         muon_smaller.options,
         muon_smaller.marks,
+        _values,
+        _faults,
+        _details,
+    ),
+    "strategy": (
+        _worlds,
+        _steps,
+        _operations,
+        _parameters,
+        strategy_smaller.blocks,
+        _buckets,
+        strategy_smaller.shapes,
+        _gradients,
+        strategy_smaller.options,
+        strategy_smaller.places,
         _values,
         _faults,
         _details,

@@ -15,7 +15,7 @@ import msgspec
 
 from harness.drive.calls import Around, RankDriver
 from harness.drive.generators import Generators
-from harness.drive.handler import run_driver, told_of_its_group
+from harness.drive.handler import refused, run_driver, told_of_its_group
 from harness.drive.isolation import Isolation
 from harness.drive.shared import Shared
 from harness.drive.systems import driver_of
@@ -170,7 +170,7 @@ class _Host:
             modules = self._modules(subject, contextvars.copy_context())
             cls = modules.load(0)
             modules.use(None)
-            return SubjectCheck(None, declared(cls), system_of(cls))
+            return SubjectCheck(refused(subject, _DEVICE, None), declared(cls), system_of(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
 
@@ -185,7 +185,7 @@ class _World(Watcher):
         self._subject = task.subject
         # A built-in draws nothing, prints nothing, and changes no state of the process.
         self._ours = task.subject.path in BUILTIN
-        self._capabilities = capabilities(task.subject.path)
+        self._capabilities = capabilities(task.subject.path, task.subject.config)
         world = self._scenario.world
         self._place = host.place(task)
         self._sim, self._modules = self._place.sim, self._place.modules

@@ -344,7 +344,9 @@ def wrong_verdict(scenario: Scenario, evaluation: Evaluation) -> str | None:
 
 
 def _saved(options: SoakOptions, index: int, scenario: Scenario, problem: str) -> WrongVerdict:
-    subject = codec.SubjectReference(options.subject.given, options.subject.absolute, options.subject.args)
+    subject = codec.SubjectReference(
+        options.subject.given, options.subject.absolute, options.subject.args, options.subject.config
+    )
     path: Path | None = None
     try:
         path = codec.save(codec.Case(scenario, subject, {"message": problem}), options.report)

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.errors import exception_text, sendable
 from harness.scenario.model import EXTENSIONS, System
+from harness.scenario.strategy import DECLARABLE
 from harness.subjects.builtin import BUILTIN
 
 METHODS = ("collect", "reduce_scatter", "grad_sq_norm", "discard", "gather_params")
@@ -30,8 +31,11 @@ MUON_METHODS = (
     "load_state_dict",
 )
 _TELLS_MUON = MUON_METHODS[:4]  # a class that has all of these and no collect() is one
+STRATEGY_METHODS = ("wrap", "clip_grad_norm", "no_sync")
+_NO_STRATEGY = ("collect", "reduce_gradients")  # a class that has one of these is one of the others
 ATTRIBUTES = ("master", "has_grad", "spills")
 DECLARATION = "verify_extensions"
+_DECLARED_METHODS = {"refresh": "refresh_from_weights", "flush": "flush", "dedicated": "dedicated"}
 
 
 class SubjectError(Exception):
@@ -69,6 +73,8 @@ def missing_attributes(instance: object) -> list[str]:
 
 def system_of(cls: type) -> System:
     """What kind of system a class is, by its interface."""
+    if all(_has(cls, name) for name in STRATEGY_METHODS) and not any(_has(cls, name) for name in _NO_STRATEGY):
+        return "strategy"
     if _has(cls, "collect") or not all(_has(cls, name) for name in _TELLS_MUON):
         return "zero_master"
     return "muon"
@@ -80,6 +86,11 @@ def _has(cls: type, method: str) -> bool:
 
 def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
     declared(cls, title)
+    if system_of(cls) == "strategy":
+        _check_signature(
+            cls, f"{title} cannot be constructed as Class(config, device=..., local_rank=...", args, "strategy"
+        )
+        return
     if system_of(cls) == "muon":
         missing = [name for name in MUON_METHODS if not _has(cls, name)]
         if missing:
@@ -87,19 +98,33 @@ def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
                 f"{title} lacks a part of the interface of MuonShardingOptimizer: no method {', '.join(missing)} "
                 f"(needed: {', '.join(MUON_METHODS)})"
             )
-        _check_signature(cls, f"{title} cannot be constructed as Class(inner, group=..., config=...", args, muon=True)
+        _check_signature(cls, f"{title} cannot be constructed as Class(inner, group=..., config=...", args, "muon")
         return
+    lacking = [name for name in STRATEGY_METHODS if not _has(cls, name)]
+    if len(lacking) == 1 and not any(_has(cls, name) for name in METHODS):
+        raise SubjectError(
+            f"{title} lacks a part of the interface of a distribution strategy: no method {lacking[0]} "
+            f"(needed: {', '.join(STRATEGY_METHODS)}; see docs/strategies.md, 'Verify your own strategy')"
+        )
     missing = [name for name in METHODS if not _has(cls, name)]
     if missing:
         raise SubjectError(
             f"{title} lacks the interface of ZeroMaster: no method {', '.join(missing)} "
-            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class'){_almost_muon(cls)}"
+            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class'){_almost_another(cls)}"
         )
-    _check_signature(cls, f"{title} cannot be constructed as Class(params, rank, world, bucket=...", args, muon=False)
+    _check_signature(
+        cls, f"{title} cannot be constructed as Class(params, rank, world, bucket=...", args, "zero_master"
+    )
 
 
-def _almost_muon(cls: type) -> str:
-    """Where a class rather looks like the other interface: what it lacks of that."""
+def _almost_another(cls: type) -> str:
+    """Where a class rather looks like one of the other interfaces: what it lacks of that."""
+    lacking = [name for name in STRATEGY_METHODS if not _has(cls, name)]
+    if not lacking:
+        beside = ", ".join(name for name in _NO_STRATEGY if _has(cls, name))
+        return f". It is taken for no distribution strategy since it has a method {beside}"
+    if lacking != ["wrap", "clip_grad_norm"] and len(lacking) < len(STRATEGY_METHODS):  # others have no_sync, too
+        return f". To be taken for a distribution strategy it lacks {', '.join(lacking)}"
     missing = [name for name in _TELLS_MUON if not _has(cls, name)]
     if len(missing) > len(_TELLS_MUON) // 2:
         return ""
@@ -108,13 +133,15 @@ def _almost_muon(cls: type) -> str:
     return f". To be taken for a MuonShardingOptimizer it lacks {', '.join(missing)}"
 
 
-def _check_signature(cls: type, call: str, args: dict[str, Any], *, muon: bool) -> None:
+def _check_signature(cls: type, call: str, args: dict[str, Any], system: System) -> None:
     try:
         signature = inspect.signature(cls)
     except (TypeError, ValueError):
         return
     try:
-        if muon:
+        if system == "strategy":
+            signature.bind({}, device=None, local_rank=0, **args)
+        elif system == "muon":
             signature.bind(object(), group=None, config=None, **args)
         else:
             signature.bind([], 0, 1, bucket=1, **args)
@@ -124,25 +151,41 @@ def _check_signature(cls: type, call: str, args: dict[str, Any], *, muon: bool) 
 
 def declared(cls: type, title: str = "the class") -> tuple[str, ...]:
     """What a class says, in ``verify_extensions``, that it takes beyond the contract's space: names of
-    :class:`harness.scenario.model.Extension`; nothing where it says nothing.
+    :class:`harness.scenario.model.Extension`, of a distribution strategy those of
+    :data:`harness.scenario.strategy.DECLARABLE`; nothing where it says nothing.
 
     Raises:
         SubjectError: it says something else.
     """
     names = getattr(cls, DECLARATION, ())
+    known = DECLARABLE if system_of(cls) == "strategy" else EXTENSIONS
     if not isinstance(names, tuple | list | set | frozenset) or not all(isinstance(name, str) for name in names):
-        raise SubjectError(
-            f"{title}.{DECLARATION} must be names of {', '.join(EXTENSIONS)}, it is {type(names).__name__}"
-        )
-    unknown = sorted(set(names) - set(EXTENSIONS))
+        raise SubjectError(f"{title}.{DECLARATION} must be names of {', '.join(known)}, it is {type(names).__name__}")
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise SubjectError(
             f"{title}.{DECLARATION} names {', '.join(map(ascii, unknown))}, which is no extension "
-            f"(there are: {', '.join(EXTENSIONS)})"
+            f"(there are: {', '.join(known)})"
         )
-    if "refresh" in names and not callable(getattr(cls, "refresh_from_weights", None)):
-        raise SubjectError(f"{title}.{DECLARATION} names 'refresh', but there is no method refresh_from_weights")
-    return tuple(name for name in EXTENSIONS if name in names)
+    for name, method in _DECLARED_METHODS.items():
+        if name in names and not callable(getattr(cls, method, None)):
+            raise SubjectError(f"{title}.{DECLARATION} names {name!r}, but there is no method {method}")
+    if "deferred" in names and not _takes_defer(cls):
+        raise SubjectError(
+            f"{title}.{DECLARATION} names 'deferred', but no_sync has no parameter defer: it is called as "
+            'no_sync(model, defer="all_reduce")'
+        )
+    return tuple(name for name in known if name in names)
+
+
+def _takes_defer(cls: type) -> bool:
+    """Whether ``no_sync(model, defer=...)`` can be called; True where it cannot be told."""
+    try:
+        parameters = inspect.signature(getattr(cls, "no_sync", None)).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return True
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.kind is p.VAR_KEYWORD or (p.name == "defer" and p.kind in named) for p in parameters)
 
 
 def has_full_master(cls: Callable[..., Any]) -> bool:

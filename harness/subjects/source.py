@@ -6,12 +6,13 @@ import difflib
 import importlib.util
 import keyword
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from harness.errors import UsageError
-from harness.subjects.builtin import BUILTIN
+from harness.subjects.builtin import BUILTIN, CONFIGURED
 
 _MUSEUM = "museum"
 """``museum:NAME`` is an exhibit of the bug museum."""
@@ -28,11 +29,34 @@ class SubjectSource:
             ``museum:NAME`` for an exhibit of the bug museum.
         absolute: the same with an absolute path where it is a file, so that a saved case replays from anywhere.
         args: further keyword arguments of the constructor.
+        config: of a distribution strategy, plain JSON; None: none was given. See :func:`with_config`.
     """
 
     given: str
     absolute: str
     args: dict[str, Scalar] = field(default_factory=dict)
+    config: dict[str, Any] | None = field(default=None, repr=False)
+
+
+def with_config(source: SubjectSource, config: object) -> SubjectSource:
+    """The same subject with a configuration, as it was read from JSON.
+
+    Raises:
+        UsageError: it is no JSON object, or the subject takes none.
+    """
+    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
+        raise UsageError(f"--config: expected a JSON object of keys and values, got {type(config).__name__}")
+    if not takes_config(source):
+        raise UsageError(
+            f"--config: {source.given!r} has a configuration of its own; "
+            f"give one to --subject {CONFIGURED}, or to a class"
+        )
+    return replace(source, config=config)
+
+
+def takes_config(source: SubjectSource) -> bool:
+    """Whether a configuration of the user's means anything to this subject: of a class it may."""
+    return source.absolute not in BUILTIN or source.absolute == CONFIGURED
 
 
 def parse(given: str, args: dict[str, Scalar] | None = None) -> SubjectSource:
@@ -94,7 +118,9 @@ def _exhibit(given: str, name: str) -> str | None:
     raise UsageError(f"--subject {given!r}: no exhibit of that name in the museum{hint}")
 
 
-def from_case(given: str, absolute: str, args: dict[str, Scalar]) -> SubjectSource:
+def from_case(
+    given: str, absolute: str, args: dict[str, Scalar], config: dict[str, Any] | None = None
+) -> SubjectSource:
     """The subject that a case file names, if it may run for no other reason than that.
 
     Importing runs code, and a case file may come from anybody: only what is built in, or lies in the current directory
@@ -105,9 +131,10 @@ def from_case(given: str, absolute: str, args: dict[str, Scalar]) -> SubjectSour
         given, absolute: as :class:`SubjectSource` has them. What runs is ``absolute``, so ``given`` is shown only where
             it means the same.
         args: further keyword arguments of the constructor.
+        config: of a distribution strategy.
 
     Raises:
-        UsageError: as :func:`parse`; or it lies elsewhere.
+        UsageError: as :func:`parse` and :func:`with_config`; or it lies elsewhere.
     """
     source = parse(absolute, args)
     if not is_local(source):
@@ -118,7 +145,8 @@ def from_case(given: str, absolute: str, args: dict[str, Scalar]) -> SubjectSour
         same = parse(given).absolute == source.absolute
     except UsageError:
         same = False
-    return SubjectSource(given if same else absolute, source.absolute, source.args)
+    named = SubjectSource(given if same else absolute, source.absolute, source.args)
+    return named if config is None else with_config(named, config)
 
 
 def is_local(source: SubjectSource) -> bool:

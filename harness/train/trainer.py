@@ -44,6 +44,11 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
             drivers.clear()
             try:
                 cls = load_class(subject.path, subject.args)
+                if system_of(cls) == "strategy":
+                    raise SubjectError(
+                        f"{subject.path} is a distribution strategy, and training runs with optimizers alone: `verify` "
+                        "compares it"
+                    )
             except SubjectError as error:
                 report = StepReport(rank=context.rank, status=RankStatus.INTERFACE, detail=str(error))
                 raise RankBroken(encode(report)) from error
