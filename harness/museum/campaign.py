@@ -47,7 +47,7 @@ CONTROL_EXAMPLES: Final = 100
 NO_BOUND: Final = 2**31
 """Examples of a plant's campaign: its time alone ends it."""
 
-SLOWNESS: Final[dict[System, int]] = {"zero_master": 1, "muon": 3}
+SLOWNESS: Final[dict[System, int]] = {"zero_master": 1, "muon": 3, "strategy": 3}
 """A scenario of this system takes so many times as long, and its exhibits get as many times the seconds."""
 
 TICK_S: Final = 0.2
@@ -162,7 +162,7 @@ class _Museum:
         self.state = _State(deque((*options.plants, *options.controls)))
         self.num_workers = max(1, min(options.workers, len(self.state.waiting)))
         self.situations: dict[System, int] = {
-            system: len(required(options.worlds, Space(system))) for system in ("zero_master", "muon")
+            system: len(required(options.worlds, Space(system))) for system in SLOWNESS
         }
 
     def run(self) -> MuseumResult:

@@ -11,6 +11,7 @@ from typing import Final
 from harness.faults.museum import catalogue
 from harness.faults.museum.exhibit import Control, Plant
 from harness.report.console import count, describe
+from harness.scenario.model import System
 
 LINE_CHARS: Final = 80
 
@@ -24,7 +25,7 @@ def exhibit_lines(exhibit: Plant | Control) -> list[str]:
             f"{exhibit.id} (control: right, in another way)",
             *_row("way", exhibit.way),
             *_row("class", _class(exhibit), wrapped=False),
-            *_row("label", _near(_labels() / "controls.py"), wrapped=False),
+            *_row("label", _near(_label_of(exhibit)), wrapped=False),
             *_row("subject", exhibit.subject, wrapped=False),
         ]
     symptoms = sorted(symptom.value for symptom in exhibit.symptoms)
@@ -45,17 +46,21 @@ def exhibit_lines(exhibit: Plant | Control) -> list[str]:
     ]
 
 
-def listing_lines() -> list[str]:
-    """All exhibits: plants by kind, each with its public bugs, then the controls."""
-    bugs = {bug for plant in catalogue.PLANTS for bug in plant.bugs}
-    lines = [f"{count(len(catalogue.PLANTS), 'plant')}, for {count(len(bugs), 'public bug')}"]
-    for kind, plants in itertools.groupby(sorted(catalogue.PLANTS, key=_kind), _kind):
+def listing_lines(system: System | None = None) -> list[str]:
+    """All exhibits, or those of one system: plants by kind, each with its public bugs, then the controls."""
+    listed = [plant for plant in catalogue.PLANTS if system in (None, plant.system)]
+    controls = [control for control in catalogue.CONTROLS if system in (None, control.system)]
+    bugs = {bug for plant in listed for bug in plant.bugs}
+    lines = [f"{count(len(listed), 'plant')}, for {count(len(bugs), 'public bug')}"]
+    for kind, plants in itertools.groupby(sorted(listed, key=_kind), _kind):
         lines += ["", f"{kind}:"]
         for plant in plants:
             lines += _entry(plant.id, plant.bugs)
-    lines += ["", f"{count(len(catalogue.CONTROLS), 'control')}, right in another way:"]
-    for control in catalogue.CONTROLS:
+    lines += ["", f"{count(len(controls), 'control')}, right in another way:"]
+    for control in controls:
         lines += [f"  {control.id}", *_wrap(control.way, "      ")]
+    if system is not None:
+        return lines
     lines += ["", f"{count(len(catalogue.LEFT_OUT), 'more public bug')}, of which no plant was made:"]
     for bug, why in catalogue.LEFT_OUT.items():
         lines += [f"  {bug}", *_wrap(why, "      ")]
@@ -98,6 +103,12 @@ def _class(exhibit: Plant | Control) -> str:
 
 def _labels() -> Path:
     return Path(catalogue.__file__).parent / "labels"
+
+
+def _label_of(control: Control) -> Path:
+    """Classes of several modules may have their labels in one."""
+    own = _labels() / f"{control.module}.py"
+    return own if own.exists() else _labels() / "controls.py"
 
 
 def _near(path: Path) -> str:

@@ -10,6 +10,7 @@ from harness.faults.museum.labels import (
     accumulation,
     controls,
     controls_muon,
+    controls_strategies,
     divergence,
     gather,
     layout,
@@ -18,6 +19,11 @@ from harness.faults.museum.labels import (
     muon_weights,
     norm,
     reduction,
+    strategy_clip,
+    strategy_dedicated,
+    strategy_own,
+    strategy_sync,
+    strategy_weights,
 )
 
 __all__ = ["CONTROLS", "LEFT_OUT", "PLANTS", "builtin_of", "exhibit"]
@@ -25,11 +31,12 @@ __all__ = ["CONTROLS", "LEFT_OUT", "PLANTS", "builtin_of", "exhibit"]
 _ROOMS: Final = (
     accumulation, layout, reduction, norm, gather, divergence,
     muon_update, muon_reduction, muon_weights,
+    strategy_clip, strategy_sync, strategy_weights, strategy_dedicated, strategy_own,
 )  # fmt: skip
 
 PLANTS: Final[tuple[Plant, ...]] = tuple(plant for room in _ROOMS for plant in room.PLANTS)
 
-CONTROLS: Final[tuple[Control, ...]] = (*controls.CONTROLS, *controls_muon.CONTROLS)
+CONTROLS: Final[tuple[Control, ...]] = (*controls.CONTROLS, *controls_muon.CONTROLS, *controls_strategies.CONTROLS)
 
 LEFT_OUT: Final[dict[str, str]] = {bug: why for room in _ROOMS for bug, why in room.LEFT_OUT.items()}
 """Public bug, as ``owner/repository#number`` -> why no plant was made of it."""
@@ -52,13 +59,13 @@ def names() -> list[str]:
 
 
 _BUILTIN: Final = {"zero_master": "zero2", "muon": "muon"}
-"""System -> the built-in subject of it, of which variants are."""
+"""System -> the built-in subject of it, of which variants are, where there is one alone."""
 
 
 @cache
 def _variants() -> dict[str, str]:
     exhibits: tuple[Plant | Control, ...] = (*PLANTS, *CONTROLS)
-    return {each.target: _BUILTIN[each.system] for each in exhibits if each.own}
+    return {each.target: each.builtin or _BUILTIN[each.system] for each in exhibits if each.own}
 
 
 def builtin_of(target: str) -> str | None:

@@ -30,6 +30,7 @@ from harness.scenario.model import (
     check,
 )
 from harness.scenario.muon import Muon
+from harness.scenario.strategy import Strategy
 from harness.verdict import Property, Stage
 
 PREFIX: Final = "museum"
@@ -60,6 +61,8 @@ class Kind(enum.Enum):
     CHECKPOINT = "checkpoint"
     ORTHOGONAL = "orthogonalisation"
     OWNERS = "owners and groups"
+    SYNC = "no_sync and deferred sums"
+    WRAP = "wrapping a model"
 
 
 Place = Callable[[Scenario, Failure], bool]
@@ -82,6 +85,7 @@ class Plant:
         place: what the rank and the parameter that are named must be; None: any is right, since all are wrong.
         own: a variant of a class of ours that is judged by all that the built-in system promises (``zero2``: traffic,
             memory, fp64 norms, loads, dtypes, strides), and not by the contract of classes alone.
+        builtin: of ``own``: the built-in system of which it is a variant; empty where its kind of system has one alone.
         processes: it is about processes (it ends or stops one, or the backend's own behaviour is a part of it), so
             that it is to be shown on real ranks too.
         timing: whether and where it shows on real ranks depends on time; in a simulated world it always does.
@@ -98,6 +102,7 @@ class Plant:
     symptoms: frozenset[Symptom] = frozenset()
     place: Place | None = None
     own: bool = False
+    builtin: str = ""
     processes: bool = False
     timing: bool = False
 
@@ -130,7 +135,7 @@ class Control:
         name: the class.
         way: what it does, in a few words.
         module: of ``harness.faults.museum``, where the class is.
-        own: a variant of a class of ours, judged as :class:`Plant` has it.
+        own, builtin: a variant of a class of ours, judged as :class:`Plant` has it.
         system: what it is a class of.
     """
 
@@ -138,6 +143,7 @@ class Control:
     way: str
     module: str = "controls"
     own: bool = False
+    builtin: str = ""
     system: System = "zero_master"
 
     @property
@@ -213,6 +219,7 @@ def known(
     parameters: Mapping[int, Mapping[str, str]] | None = None,
     seed: int = 0,
     muon: Muon | None = None,
+    strategy: Strategy | None = None,
 ) -> Scenario:
     """A scenario of parameters ``a``, ``b``, … of these shapes (``4`` is ``(4,)``).
 
@@ -226,6 +233,7 @@ def known(
         parameters: further fields of some of them, by index: ``{0: {"strides": "transposed"}}``.
         seed: of all values.
         muon: of a scenario of a Muon optimizer; see :func:`harness.faults.museum.muon.known_muon`.
+        strategy: of one of a distribution strategy; see :func:`harness.faults.museum.strategies.known_strategy`.
 
     Raises:
         ValueError: it is none.
@@ -235,9 +243,9 @@ def known(
         Parameter(string.ascii_lowercase[index], (shape,) if isinstance(shape, int) else shape, **given.get(index, {}))  # type: ignore[arg-type]
         for index, shape in enumerate(shapes)
     )
-    system: System = "zero_master" if muon is None else "muon"
+    system: System = "muon" if muon is not None else "strategy" if strategy is not None else "zero_master"
     numbered = _numbered(world, bucket, operations)
-    scenario = Scenario(world, seed, listed, values, optimizer, numbered, system=system, muon=muon)
+    scenario = Scenario(world, seed, listed, values, optimizer, numbered, system=system, muon=muon, strategy=strategy)
     problem = check(scenario)
     if problem is not None:
         raise ValueError(problem)

@@ -1,0 +1,185 @@
+"""Labels of the plants in ``plants/strategy_dedicated.py``."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from harness.diagnosis.symptoms import Symptom
+from harness.faults.museum.exhibit import ONE, TWO, Kind, Plant, part, properties, stages
+from harness.faults.museum.strategies import DEDICATED, known_strategy
+from harness.scenario.model import Clip, Step
+
+_CLIPPED: Final = (part(), Clip(0.05), Step())
+_FIRST: Final = {0: DEDICATED}
+_BOTH: Final = {0: DEDICATED, 1: DEDICATED}
+_WRONG_SUM: Final = properties("gradient spill")
+
+PLANTS: Final[tuple[Plant, ...]] = (
+    Plant(
+        name="SumsForOwner",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.REDUCTION,
+        why="What is sharded is averaged, and the owner of a matrix gets the sum: Newton-Schulz hides the factor.",
+        properties=_WRONG_SUM,
+        stages=stages("reduce"),
+        symptoms=frozenset({Symptom.FACTOR_WORLD}),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="OwnerKeepsItsOwn",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.REDUCTION,
+        why="The owner steps by the gradient of its own part of the batch.",
+        properties=_WRONG_SUM,
+        stages=stages("reduce"),
+        symptoms=frozenset({Symptom.LOCAL}),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="SendsToWrongOwner",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.OWNERS,
+        why="The rank that reduces and the one that steps are worked out in two places, and differ by one.",
+        properties=_WRONG_SUM,
+        stages=stages("reduce"),
+        known=known_strategy(3, [(3, 3)], places=_FIRST),
+    ),
+    Plant(
+        name="KeepsLastPartOnly",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.ACCUMULATION,
+        why="The owner's field is written, and not added to, where each part is reduced by itself.",
+        properties=_WRONG_SUM,
+        stages=stages("reduce"),
+        symptoms=frozenset({Symptom.PART_MISSING}),
+        known=known_strategy(1, [(1, 1)], TWO, places=_FIRST, accumulation="sync"),
+    ),
+    Plant(
+        name="KeepsClearedMeans",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.STALE,
+        why="``zero_grad`` knows ``.grad``, and the owner's field is another: a step adds to the one before.",
+        properties=properties("gradient spill intake"),
+        stages=stages("update gather collect reduce"),
+        symptoms=frozenset({Symptom.EARLIER_ADDED}),
+        known=known_strategy(1, [(1, 1)], ONE * 2, places=_FIRST),
+    ),
+    Plant(
+        name="LeavesDedicatedOutOfNorm",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.NORM,
+        why="The norm goes through ``.grad``, and dedicated gradients are in a field of their own.",
+        properties=properties("norm"),
+        stages=stages("norm"),
+        known=known_strategy(1, [(1, 1), 1], places=_FIRST),
+    ),
+    Plant(
+        name="NormOfOwnMatrices",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.NORM,
+        why="Squares of a matrix are on its owner alone, and are not summed over owners.",
+        properties=properties("norm"),
+        stages=stages("norm"),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="CountsPartialSums",
+        module="strategy_dedicated",
+        bugs=("pytorch/pytorch#21480",),
+        kind=Kind.NORM,
+        why="What a reduce leaves on ranks that are not its root is counted in the norm.",
+        properties=properties("norm"),
+        stages=stages("norm"),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="ClipsDedicatedAlone",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.NORM,
+        why="A library's clip of dedicated gradients takes their own norm for the joint one.",
+        properties=properties("clip"),
+        stages=stages("norm"),
+        known=known_strategy(1, [(1, 1), 1], _CLIPPED, places=_FIRST),
+    ),
+    Plant(
+        name="StepsUnclipped",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.NORM,
+        why="Dedicated gradients are counted, and never scaled: Newton-Schulz hides it, the momentum does not.",
+        properties=properties("clip"),
+        stages=stages("norm"),
+        symptoms=frozenset({Symptom.UNCLIPPED}),
+        known=known_strategy(1, [(1, 1)], _CLIPPED, places=_FIRST),
+    ),
+    Plant(
+        name="WeightsStayWithOwner",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.STALE,
+        why="The owner steps, and nobody else hears of it.",
+        properties=properties("weights agreement master"),
+        stages=stages("update gather"),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="SendsBeforeStep",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.STALE,
+        why="Weights are sent, and stepped then: all but the owner are a step behind.",
+        properties=properties("weights agreement master"),
+        stages=stages("update gather"),
+        known=known_strategy(2, [(1, 1)], places=_FIRST),
+    ),
+    Plant(
+        name="SendsFromFirstRank",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.OWNERS,
+        why="The root of each broadcast is rank 0: what others own goes back to what it was.",
+        properties=properties("weights agreement master"),
+        stages=stages("update gather"),
+        known=known_strategy(2, [(1, 1), (1, 1)], places=_BOTH),
+    ),
+    Plant(
+        name="SendsInBf16",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.ROUNDING,
+        why="What is sent is rounded, and the owner's master becomes what it has sent.",
+        properties=properties("master weights"),
+        stages=stages("update gather"),
+        known=known_strategy(1, [(1, 2)], places=_FIRST),
+    ),
+    Plant(
+        name="ForgetsMomentum",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.ORTHOGONAL,
+        why="The momentum is made anew in each step.",
+        properties=properties("moments master"),
+        stages=stages("update"),
+        known=known_strategy(1, [(1, 2)], ONE * 2, places=_FIRST),
+    ),
+    Plant(
+        name="StepsBySign",
+        module="strategy_dedicated",
+        bugs=(),
+        kind=Kind.ORTHOGONAL,
+        why="Matrices are whole on their owner, and stepped element by element for all that.",
+        properties=properties("master weights"),
+        stages=stages("update gather"),
+        known=known_strategy(1, [(1, 2)], places=_FIRST),
+    ),
+)
+
+LEFT_OUT: Final[dict[str, str]] = {}
