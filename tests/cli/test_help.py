@@ -12,24 +12,26 @@ import pytest
 from harness.faults.museum.catalogue import CONTROLS, PLANTS
 from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.situations import Situation
+from harness.scenario.strategy_situations import StrategySituation
 from harness.verdict import Property
 
 if TYPE_CHECKING:
     from tests.cli.conftest import CommandLine, InProcess
 
 VERBS = {
-    "verify": "--subject --subject-arg --world --backend --order --schedule --examples --seconds --seed --preset "
-    "--params --bucket --report --json --timeout",
-    "replay": "--subject --subject-arg --backend --order --schedule --json --timeout",
+    "verify": "--subject --subject-arg --config --world --backend --order --schedule --examples --seconds --seed "
+    "--preset --params --bucket --report --json --timeout",
+    "replay": "--subject --subject-arg --config --backend --order --schedule --json --timeout",
     "train": "--subject --subject-arg --optimizer --world --steps --text --seed --json",
     "doctor": "--world --backend --json",
     "bench": "--subject --subject-arg --world --examples --seed --json",
     "soak": "--subject --subject-arg --world --backend --examples --every --seconds --seed --report --json --timeout",
-    "fuzz": "--subject --subject-arg --world --backend --minutes --examples --workers --seed --hypothesis-seed --dir "
-    "--fresh --keep-going --merge --report --json --timeout --stall",
+    "fuzz": "--subject --subject-arg --config --world --backend --minutes --examples --workers --seed "
+    "--hypothesis-seed --dir --fresh --keep-going --merge --report --json --timeout --stall",
     "museum": "--plant --show --list --backend --all --no-controls --seconds-per-plant --workers --seed "
     "--report --json",
     "list": "--plan --preset --world --json",
+    "strategies": "--world --markdown --seed --json",
 }
 
 
@@ -66,6 +68,7 @@ def test_list_shows_all_there_is_and_json_the_same(inside: InProcess) -> None:
         "properties",
         "situations",
         "situations of muon",
+        "situations of strategy",
         "museum",
         "plants",
         "controls",
@@ -76,13 +79,15 @@ def test_list_shows_all_there_is_and_json_the_same(inside: InProcess) -> None:
     assert list(listed["properties"]) == [item.value for item in Property]
     assert listed["situations"] == [item.value for item in Situation]
     assert listed["situations of muon"] == [item.value for item in MuonSituation]
+    assert listed["situations of strategy"] == [item.value for item in StrategySituation]
     assert listed["museum"]["plants"].startswith(f"{len(PLANTS)} planted bugs")
     assert listed["museum"]["controls"].startswith(f"{len(CONTROLS)} classes")
     assert list(listed["plants"]) == [plant.id for plant in PLANTS]
     assert list(listed["controls"]) == [control.id for control in CONTROLS]
     assert listed["plants"][PLANTS[0].id]["bugs"] == list(PLANTS[0].bugs)
     assert shown.returncode == 0
-    for title in ("subjects", "presets", "properties", "situations", "situations of muon", "museum"):
+    titles = ("subjects", "presets", "properties", "situations", "situations of muon", "situations of strategy")
+    for title in (*titles, "museum"):
         assert all(f"\n  {name}" in shown.stdout for name in listed[title])
     assert shown.stdout.splitlines()[-3] == "museum:"  # `museum --list` has the names
 
@@ -139,6 +144,7 @@ def test_the_process_of_the_command_line_imports_no_torch() -> None:
         "museum": "harness.museum.campaign, harness.museum.show, harness.museum.selection, harness.museum.worker",
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin, "
         "harness.balance.owners",
+        "strategies": "harness.cells.campaign, harness.cells.show",
     }
     assert modules.keys() == VERBS.keys()
     told = "print({verb!r}) if 'torch' in sys.modules else None"

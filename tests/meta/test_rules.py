@@ -61,8 +61,14 @@ def test_one_module_of_the_core_calls_torch_distributed(path: Path) -> None:
         assert calls
         return
     assert not calls
+    # DTensor, meshes and FSDP2 are torch's own systems: strategies put them to use, the clip looks into a DTensor.
+    allowed = {"checkpoint"}
+    if path.parent.name == "strategies":
+        allowed |= {"fsdp", "device_mesh", "tensor"}
+    elif path.name == "clipping.py":
+        allowed |= {"tensor"}
     parts = {name.removeprefix("torch.distributed.") for name in imported if name.startswith("torch.distributed.")}
-    assert all(name.split(".")[0] == "checkpoint" for name in parts)
+    assert {name.split(".")[0] for name in parts} <= allowed
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if "museum" not in path.parts], ids=_title)

@@ -27,11 +27,12 @@ CHOSEN = [
     control
     for index, control in enumerate(CONTROLS)
     if control.system == "zero_master"
-    if FULL_TABLE or index % 12 == 0 or control.name in (*REFUSING, *WITHIN_THE_BOUND)
+    if FULL_TABLE or index % 24 == 0 or control.name in (*REFUSING, *WITHIN_THE_BOUND)
 ]
 
 
-MUON = sampled([control for control in CONTROLS if control.system == "muon"], 4)
+MUON = sampled([control for control in CONTROLS if control.system == "muon"], 6)
+STRATEGIES = sampled([control for control in CONTROLS if control.system == "strategy"], 12)
 
 
 @pytest.mark.parametrize("control", CHOSEN, ids=lambda control: control.id)
@@ -51,6 +52,15 @@ def test_a_right_variant_holds(control: Control, campaigns: Campaigns) -> None:
 
 @pytest.mark.parametrize("control", MUON, ids=lambda control: control.id)
 def test_a_right_variant_of_muon_holds(control: Control, campaigns: Campaigns) -> None:
+    result = campaigns.run(control.subject, worlds=(1, 2, 3), examples=EXAMPLES, seed=SEED)
+
+    assert result.verdict == "holds", (result.reason, result.failure)
+    assert result.examples.run == EXAMPLES
+    assert result.oracle["exact"] > 0
+
+
+@pytest.mark.parametrize("control", STRATEGIES, ids=lambda control: control.id)
+def test_a_right_strategy_holds(control: Control, campaigns: Campaigns) -> None:
     result = campaigns.run(control.subject, worlds=(1, 2, 3), examples=EXAMPLES, seed=SEED)
 
     assert result.verdict == "holds", (result.reason, result.failure)

@@ -32,14 +32,21 @@ STEPS = 3
 PARTS = 2
 
 
+class Linear(nn.Linear):
+    """Without a matrix product, whose bits depend on some machines on where in memory its factors lie (`doctor`)."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as torch names it)
+        return (input.unsqueeze(-2) * self.weight).sum(-1) + self.bias
+
+
 class Net(nn.Module):
     """Widths that do not divide evenly over four ranks; a buffer; one layer that odd ranks and steps do without."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(10, 33)
-        self.sometimes = nn.Linear(33, 33)
-        self.last = nn.Linear(33, 6)
+        self.first = Linear(10, 33)
+        self.sometimes = Linear(33, 33)
+        self.last = Linear(33, 6)
         self.norm = nn.LayerNorm(6)
         self.register_buffer("seen", torch.zeros(1))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.launch.pool import RankPool
+from tests.support import paired
 
 WORLDS = [2, 3, 4]
 KINDS = ["all_reduce", "reduce_scatter", "reduce_scatter_list", "reduce"]
@@ -56,8 +57,7 @@ def beyond_two_segments(kind: str, world: int, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), paired(KINDS, ["fp32", "bf16"]))
 def test_probing_reveals_the_rule(pool: RankPool, kind: str, dtype: str, world: int) -> None:
     lengths = fitting(kind, world, [1, 5, 9, 12, 64, 2001])
     roots = roots_of(kind, world)

@@ -84,7 +84,7 @@ def comparable(result: Result) -> Result:
             ("museum:swaps-equal-buckets", "violated"),
             ("broken.py:ExitsInReduce", "violated"),
         ],
-        every=3,
+        every=4,
     ),
 )
 def test_a_campaign_gives_the_same_in_one_lane_and_in_two(

@@ -110,11 +110,12 @@ def test_parts_that_overwrite_each_other_are_found_in_the_first_spilled_step(poo
 def test_a_right_class_that_adds_in_another_order_holds(pool: RankPool) -> None:
     """Followed where a fixed order explains it, else within the bound."""
     for name, followed in (("museum:reduces-every-part", True), ("museum:adds-parts-backward", False)):
-        result = _train(pool, name, world=3, steps=4, parts=(8,))
+        # In some steps the order does not show: in which depends on how the machine multiplies matrices.
+        result = _train(pool, name, world=3, steps=8, parts=(8,))
 
         assert (result.verdict, result.failure) == ("holds", None)
         assert (result.oracle["bound"] == 0) == followed
-        assert result.oracle["ordered"] + result.oracle["bound"] == 4 * 3
+        assert result.oracle["ordered"] + result.oracle["bound"] == 8 * 3
 
 
 def test_gradients_changed_inside_the_backward_pass_are_the_subjects_doing(pool: RankPool) -> None:

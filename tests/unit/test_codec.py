@@ -248,7 +248,7 @@ def delete(*path: str | int) -> Callable[[dict[str, Any]], object]:
             set_("values", "nonfinite", to=True),
             "$.values.nonfinite: without special values there are none that are not finite",
         ),
-        (set_("system", to="fsdp"), "$.system: expected one of 'zero_master', 'muon', got 'fsdp'"),
+        (set_("system", to="fsdp"), "$.system: expected one of 'zero_master', 'muon', 'strategy', got 'fsdp'"),
         (set_("system", to="muon"), "$.muon: missing, system 'muon' needs it"),
         (
             set_("subject", "args", "a", to=[1]),

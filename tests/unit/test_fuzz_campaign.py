@@ -29,11 +29,12 @@ from harness.fuzz.messages import (
 from harness.fuzz.state import Finding
 from harness.report.result import Failure, Result
 from harness.runner import CampaignOptions
-from harness.scenario.situations import Situation, required
+from harness.scenario.situations import Situation
 from harness.subjects.source import SubjectSource
 from harness.tally import Counts
 from harness.verdict import Property
 from tests.scripted import Behaviour, ScriptedCrew
+from tests.support import required
 
 EVERYTHING = dict.fromkeys((situation.value for situation in Situation), 1)
 CHECKED = dict.fromkeys((prop.value for prop in Property), 1)

@@ -18,7 +18,7 @@ from harness.fuzz.messages import Key
 from harness.fuzz.state import Finding, scenario_id
 from harness.runner import CampaignOptions
 from harness.scenario import codec, generate
-from harness.scenario.model import Scenario
+from harness.scenario.model import CONTRACT, Scenario
 from harness.scenario.relations import Observed, Relation, RelationReference, related
 from harness.subjects.source import SubjectSource
 from harness.verdict import Divergence, Property, Stage, WeightsObservation
@@ -35,6 +35,7 @@ def violated(prop: Property = Property.MASTER) -> Evaluation:
 class Canned:
     simulated = True
     exact_norms = True
+    extension = CONTRACT
 
     def __init__(self, answers: dict[Scenario, Evaluation]) -> None:
         self.answers = answers

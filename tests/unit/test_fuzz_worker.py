@@ -69,9 +69,9 @@ def tried(
     setup = cast(
         Setup,
         SimpleNamespace(
-            directory=str(directory), report=str(directory), given="zero2", absolute="zero2", args={}, worlds=(1, 2),
-            backend="sim", seed=1, timeout_s=None, shrink_s=1.0, stall_s=None, order="ring", schedule="random",
-            keep_going=True, deadline=None,
+            directory=str(directory), report=str(directory), given="zero2", absolute="zero2", args={}, config=None,
+            worlds=(1, 2), backend="sim", seed=1, timeout_s=None, shrink_s=1.0, stall_s=None,
+            order="ring", schedule="random", keep_going=True, deadline=None,
         ),
     )  # fmt: skip
     told, examining = Told(), Examining(*seen)

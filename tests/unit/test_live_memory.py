@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.drive.memory import HandedOver, LiveMemory, static_bytes_limit
 
@@ -196,3 +197,13 @@ def test_the_limit_by_hand(shard_len: int, numel: int, largest: int, spilled: bo
     limit = static_bytes_limit(shard_len=shard_len, numel=numel, largest_bucket=largest, spilled=spilled)
 
     assert limit == expected + 2048
+
+
+def test_tensors_that_only_stand_for_shapes_have_no_memory() -> None:
+    """DTensor keeps such ones for as long as its process lives."""
+    before = LiveMemory()
+    with FakeTensorMode():
+        fake = torch.empty(1000)
+    kept = torch.ones(10)
+    assert before.since(()) == kept.untyped_storage().nbytes()
+    assert fake.shape == (1000,)

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness.report.paste import LARGEST_INLINE, pytest_test
@@ -76,3 +77,12 @@ def test_a_large_case_is_read_from_its_file(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(text) < 300
     assert (title, given) == ("test_it_s", str(path))
     assert pytest_test(large, None, "zero2", {}, {}) is None
+
+
+def test_a_configuration_stays_with_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"use_fsdp": True, "shard": 2, "name": "it's"}
+    failed = case(Parameter("w", (2,)))
+    named = msgspec.structs.replace(failed, subject=codec.SubjectReference("strategy", "strategy", {}, config))
+    text = pytest_test(named, None, "strategy", {}, {})
+    assert text is not None
+    assert run(text, monkeypatch)[2] == {"subject": "strategy", "config": config}

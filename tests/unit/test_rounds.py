@@ -27,12 +27,14 @@ from harness.scenario.model import (
     Rate,
     Scenario,
     Skip,
+    beyond,
     check,
     steps,
 )
 from harness.scenario.relations import Relation, RelationReference, related, relations_of
 from harness.scenario.situations import RUNTIME, reached
 from tests.examining import Judging
+from tests.strategies import EXTENSIONS as STRATEGIES
 from tests.support import repetitions, required, sampled
 
 WORLDS = (1, 2, 3, 4)
@@ -324,3 +326,16 @@ def test_rounds_of_a_muon_subject_have_goals_relations_and_rare_situations_but_n
         assert {scenario.system for scenario in examiner.examined} == {"muon"}
     assert {relation.name for relation in examiner.relations} <= {*relations_of("muon")}
     assert len(examiner.relations) > 4
+
+
+@pytest.mark.parametrize("offered", ["class", "dmuon hybrid"])
+def test_rounds_of_a_strategy_are_within_its_offer_and_have_no_state_machine(offered: str) -> None:
+    rounds = [round_of(1, index, "strategy") for index in range(8)]
+    assert Counter(each.kind for each in rounds) == {Kind.AIMED: 4, Kind.RELATED: 2, Kind.TARGETED: 2}
+    examiner = Judging(never)
+    for this in (dataclasses.replace(each, size=10) for each in rounds):
+        assert run_round(this, seed=1, worlds=WORLDS, bucket=None, examiner=examiner, extension=STRATEGIES[offered])
+    assert {scenario.system for scenario in examiner.examined} == {"strategy"}
+    assert all(beyond(scenario, STRATEGIES[offered]) == () for scenario in examiner.examined)
+    assert {relation.name for relation in examiner.relations} <= {*relations_of("strategy")}
+    assert len(examiner.relations) > 10

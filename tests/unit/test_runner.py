@@ -42,7 +42,7 @@ from harness.scenario.model import (
 )
 from harness.scenario.muon_situations import MuonSituation
 from harness.scenario.relations import Relation
-from harness.scenario.situations import RUNTIME, Situation, reached, required
+from harness.scenario.situations import RUNTIME, Situation, reached
 from harness.subjects.source import SubjectSource
 from harness.verdict import (
     Collective,
@@ -54,6 +54,7 @@ from harness.verdict import (
     Stage,
     WeightsObservation,
 )
+from tests.support import required
 
 SUBJECT = SubjectSource("zero.py:Zero", "/somewhere/zero.py:Zero", {"factor": 2})
 WORLDS = (1, 2, 3, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import sys
@@ -449,3 +450,25 @@ def test_a_wrong_declaration_is_told(names: object, problem: str) -> None:
     wrong = type("Wrong", (), {"verify_extensions": names})
     with pytest.raises(SubjectError, match=re.escape(problem)):
         declared(wrong)
+
+
+class _Strategy:
+    verify_extensions = ("deferred",)
+
+    def wrap(self, model: object) -> object: ...
+    def clip_grad_norm(self, model: object, max_norm: float) -> object: ...
+    def no_sync(self, model: object) -> object: ...
+
+
+def test_deferring_is_declared_where_no_sync_can_be_told_to() -> None:
+    class Named(_Strategy):
+        @contextlib.contextmanager
+        def no_sync(self, model: object, *, defer: str = "gradients") -> Iterator[None]:
+            yield
+
+    class Any(_Strategy):
+        def no_sync(self, model: object, **options: object) -> object: ...
+
+    assert declared(Named) == declared(Any) == ("deferred",)
+    with pytest.raises(SubjectError, match=r"names 'deferred', but no_sync has no parameter defer: .*all_reduce"):
+        declared(_Strategy)
