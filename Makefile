@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify fuzz museum test-cpu stress train bench soak lint fmt clean
+.PHONY: help setup verify fuzz museum guide test-cpu stress train bench soak lint fmt clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -47,6 +47,9 @@ soak: $(READY) ## the harness itself: 2,000 scenarios with a fault in every 20th
 
 museum: $(READY) ## the bug museum: a campaign over each planted bug and each right variant, and the score
 	$(RUN) harness museum $(MUSEUM)
+
+guide: $(READY) ## measure the tables of docs/strategies.md again: which strategy keeps which equality
+	ci/guide "$(RUN)"
 
 test-cpu: $(READY) ## lint and all tests that need no GPU
 	ci/test-cpu "$(RUN)" $(JUNIT)
