@@ -80,6 +80,10 @@ def _live_storages() -> dict[int, Any]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided:  # others have no storage
             storage = thing.untyped_storage()
-            if storage.device.type != "meta":  # what DTensor keeps to work out shapes has no memory
+            if storage.device.type == "meta":
+                continue  # what DTensor keeps to work out shapes has no memory
+            try:
                 found[storage.data_ptr()] = storage
+            except RuntimeError:
+                continue  # of a wrapper, as a DTensor is: its memory is that of the tensor in it
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness.launch.pool import RankPool
+from tests.support import sampled
 
 FSDP = {"use_fsdp": True}
 HYBRID = {"use_fsdp": True, "fsdp_sharding_strategy": "hybrid_shard"}
@@ -44,7 +45,7 @@ def trains(pool: RankPool, world: int, **arguments: Any) -> Any:
     return replies[0]
 
 
-@pytest.mark.parametrize("accumulation", ["sync", "no_sync", "nested", "deferred", "flush"])
+@pytest.mark.parametrize("accumulation", sampled(["deferred", "sync", "no_sync", "nested", "flush"], every=2))
 @pytest.mark.parametrize(
     ("world", "config", "model", "use"),
     [

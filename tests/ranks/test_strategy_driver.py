@@ -14,7 +14,7 @@ from harness.scenario.muon import MuonSettings
 from harness.scenario.strategy import ROOT, Place
 from harness.subjects.source import with_config
 from tests.strategy_cases import Domain, Rate, Skip, placed, scenario, step
-from tests.support import FULL_TABLE, subject
+from tests.support import FULL_TABLE, sampled, subject
 
 SPREAD = {"domain": Domain.GENERAL, "spread": 30, "max_k": 255}
 
@@ -178,7 +178,7 @@ SIMULATED = list(CASES) if FULL_TABLE else ["ddp", "hsdp", "dmuon"]
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "gloo") for name in CASES), *((name, "sim") for name in SIMULATED)]
+    ("name", "backend"), sampled([*((name, "gloo") for name in CASES), *((name, "sim") for name in SIMULATED)], every=3)
 )
 def test_our_own_hold_in_every_scenario(request: pytest.FixtureRequest, name: str, backend: str) -> None:
     """Each of them at one world, in turn, another one in each kind of world; with FULL_TABLE at all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 import torch
@@ -207,3 +208,25 @@ def test_tensors_that_only_stand_for_shapes_have_no_memory() -> None:
     kept = torch.ones(10)
     assert before.since(()) == kept.untyped_storage().nbytes()
     assert fake.shape == (1000,)
+
+
+class Wrapper(Tensor):
+    """As a DTensor: it has a shape, and no memory of its own."""
+
+    @staticmethod
+    def __new__(cls: type[Tensor], inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError
+
+
+def test_a_wrapper_has_the_memory_of_what_is_in_it() -> None:
+    before = LiveMemory()
+    wrapped = Wrapper(torch.ones(10))
+    assert before.since(()) == 40
+    assert wrapped.inner.numel() == 10
