@@ -10,10 +10,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from harness.cells.table import Cell, exact_cells, rounding_cells, scenarios
+from harness.cells.table import Cell, Gathering, exact_cells, rounding_cells, scenarios
 from harness.ending import raise_if_interrupted
 from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError, start_pool
 from harness.report import result as results
+from harness.scenario.strategy import Reduce
 from harness.scenario.strategy_situations import StrategySituation
 from harness.subjects.builtin import BUILTIN
 from harness.subjects.source import parse
@@ -44,8 +45,8 @@ class CellResult(Struct, frozen=True, kw_only=True):
     """One field of the table; see :class:`harness.cells.table.Cell`. ``tried``: by number of ranks."""
 
     strategy: str
-    reduce: str
-    gathering: str
+    reduce: Reduce
+    gathering: Gathering
     clips: bool
     rounds: bool
     tried: dict[int, Tried]

@@ -40,7 +40,7 @@ class CellsProgress:
 
 def title(cell: CellResult) -> str:
     """A cell in a few words."""
-    words = [cell.strategy, cell.reduce, _GATHERINGS.get(cell.gathering, cell.gathering)]  # type: ignore[call-overload]
+    words = [cell.strategy, cell.reduce, _GATHERINGS[cell.gathering]]
     words += ["clipped"] if cell.clips else []
     words += ["rounding"] if cell.rounds else []
     return ", ".join(words)
