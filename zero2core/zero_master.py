@@ -171,6 +171,10 @@ class ZeroMaster:
 
         Raises:
             ValueError: a gradient is sparse. Nothing was taken.
+            RuntimeError (torch.OutOfMemoryError among them): memory ran out, for the host vector or on the way to it.
+                Every ``.grad`` is still there. Where nothing of this step was on the host before, nothing has changed,
+                and the call may be made again; otherwise the sum is lost, and as after :meth:`discard` a reduction is
+                refused until ``collect`` has been called for the whole step again.
         """
         grads = [param.grad for param in self.params]
         for index, grad in enumerate(grads):
@@ -179,18 +183,14 @@ class ZeroMaster:
                     f"the gradient of params[{index}], shape {tuple(grad.shape)}, has layout {grad.layout}: "
                     "only dense gradients can be summed; use sparse=False"
                 )
+        if any(grad is not None for grad in grads):
+            if more or self.has_grad:
+                self._spill(grads)
+            else:
+                self.held = grads
+        self._collected = True
         for param in self.params:
             param.grad = None
-        self._collected = True
-        if all(grad is None for grad in grads):
-            return
-        if not more and not self.has_grad:
-            self.held = grads
-            return
-        if self.held is not None:
-            self._add_to_host(self.held)
-            self.held = None
-        self._add_to_host(grads)
 
     @torch.no_grad()
     def reduce_scatter(self) -> None:
@@ -223,7 +223,7 @@ class ZeroMaster:
                 piece.copy_(staging[self.rank * piece.numel() :][: piece.numel()])
         for work in in_flight:
             work.wait()
-        self._note_host_read()
+        self._note_reads()
         self._forget_waiting()
         self.master.grad = self.grad_buf
 
@@ -359,6 +359,21 @@ class ZeroMaster:
             values.zero_()
         out[end - start :].zero_()
 
+    def _spill(self, grads: Sequence[Tensor | None]) -> None:
+        """Move what is held to the host, and add this part. What is held stays so until both are there."""
+        held, spilled = self.held, self._on_host
+        try:
+            if held is not None:
+                self._add_to_host(held)
+            self._add_to_host(grads)
+        except BaseException:
+            if spilled:  # some of this part may be in the sum
+                self._forget_waiting()
+            self._on_host = False
+            raise
+        self.held = None
+        self.spills += not spilled
+
     def _add_to_host(self, grads: Sequence[Tensor | None]) -> None:
         """Add one part to the host vector; the first part of a step overwrites it."""
         first = not self._on_host
@@ -379,9 +394,7 @@ class ZeroMaster:
                         into.copy_(part)
                     else:
                         into.add_(part)
-        if first:
-            self._on_host = True
-            self.spills += 1
+        self._on_host = True
 
     def _writable_host(self) -> Tensor:
         """The host vector, allocated at the first use, with no queued copy still reading it."""
@@ -393,10 +406,16 @@ class ZeroMaster:
             self._host_read = None
         return self.host
 
-    def _note_host_read(self) -> None:
-        """Remember when the copies out of the host vector queued so far are done."""
-        if self._on_host and self.device.type == "cuda":
-            self._host_read = torch.cuda.current_stream(self.device).record_event()
+    def _note_reads(self) -> None:
+        """What was waiting is still read by what is queued: keep its memory from being written before that is done."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._on_host:
+            self._host_read = stream.record_event()
+        for grad in self.held or ():
+            if grad is not None:
+                grad.record_stream(stream)  # it may have been made on another
 
     def _forget_waiting(self) -> None:
         self.held = None

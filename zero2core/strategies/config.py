@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
+from torch.amp.grad_scaler import GradScaler  # torch 2.11 does not export it from torch.amp for type checkers
 
 __all__ = ["ReduceDtype", "ShardingStrategy", "StrategyConfig"]
 
@@ -54,7 +55,7 @@ class StrategyConfig:
     fsdp_cpu_offload: bool = False
     use_mixed_precision: bool = True
     bf16: bool = True
-    grad_scaler: torch.amp.GradScaler | None = field(default=None, repr=False)  # another object on each rank
+    grad_scaler: GradScaler | None = field(default=None, repr=False)  # another object on each rank
     fsdp_reduce_dtype: ReduceDtype = "fp32"
     reshard_after_backward: bool = True
     unused_parameters: bool = False
@@ -78,7 +79,7 @@ class StrategyConfig:
         cap = self.bucket_cap_mb
         if type(cap) not in (int, float) or not (0 < cap < math.inf):
             raise ValueError(f"bucket_cap_mb={cap!r}: must be a positive number of MiB")
-        if self.grad_scaler is not None and not isinstance(self.grad_scaler, torch.amp.GradScaler):
+        if self.grad_scaler is not None and not isinstance(self.grad_scaler, GradScaler):
             raise ValueError(f"grad_scaler={self.grad_scaler!r}: must be a torch.amp.GradScaler, or None")
         if self.use_mixed_precision and not self.bf16 and self.grad_scaler is None:
             raise ValueError(

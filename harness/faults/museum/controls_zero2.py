@@ -155,7 +155,6 @@ class ZeroesHostFirst(ZeroMaster):
         if not self._on_host:
             self._writable_host().zero_()
             self._on_host = True
-            self.spills += 1
         super()._add_to_host(grads)
 
 
@@ -171,16 +170,17 @@ class AddsPartsWhenReduced(ZeroMaster):
         """A gradient is waiting on this rank."""
         return super().has_grad or len(self._parts) > 0
 
-    def _add_to_host(self, grads: Sequence[Tensor | None]) -> None:
+    def _spill(self, grads: Sequence[Tensor | None]) -> None:
         self.spills += not self._parts
-        self._parts.append([None if grad is None else grad.clone() for grad in grads])
+        for part in (self.held, grads):
+            if part is not None:
+                self._parts.append([None if grad is None else grad.clone() for grad in part])
+        self.held = None
 
     def reduce_scatter(self) -> None:
         """Sum what is waiting."""
-        counted = self.spills
         for grads in self._parts:
-            super()._add_to_host(grads)
-        self.spills = counted
+            self._add_to_host(grads)
         super().reduce_scatter()
 
     def _forget_waiting(self) -> None:

@@ -73,7 +73,7 @@ class PlainZero:
 
     def _staging(self, padded: int, length: int) -> Tensor:
         """A zeroed bucket; ``length`` of its elements will be filled."""
-        return torch.zeros(padded)
+        return torch.zeros(padded, device=self.params[0].device)
 
     # Gradients
 
@@ -121,7 +121,7 @@ class PlainZero:
         """Add one part to the host sum."""
         for grad, first, last in zip(grads, self._offsets, self._offsets[1:], strict=False):
             if grad is not None:
-                self._host_sum()[first:last] += grad.view(-1).float()
+                self._host_sum()[first:last] += grad.view(-1).cpu().float()
 
     def _fill_gradients(self, flat: Tensor, start: int, end: int) -> None:
         if self._spilled:
@@ -146,7 +146,7 @@ class PlainZero:
         """Sum a padded bucket over ranks; returns this rank's piece."""
         if self.world == 1:
             return flat
-        piece = torch.empty(len(flat) // self.world, dtype=flat.dtype)
+        piece = torch.empty_like(flat[: len(flat) // self.world])
         if hasattr(dist, "reduce_scatter_single"):  # torch 2.13; the older name warns there
             dist.reduce_scatter_single(piece, flat)
         else:
@@ -206,7 +206,7 @@ class PlainZero:
         """The padded bucket, from every rank's piece."""
         if self.world == 1:
             return piece
-        whole = torch.empty(len(piece) * self.world, dtype=piece.dtype)
+        whole = torch.empty(len(piece) * self.world, dtype=piece.dtype, device=piece.device)
         if hasattr(dist, "all_gather_single"):
             dist.all_gather_single(whole, piece)
         else:

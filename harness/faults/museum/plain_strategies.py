@@ -104,7 +104,7 @@ class Plain:
 
     def _present(self) -> Sequence[bool]:
         """Which of the watched parameters have a gradient on any rank."""
-        present = torch.tensor([p.grad is not None for p in self.watched], dtype=torch.int32)
+        present = torch.tensor([p.grad is not None for p in self.watched], dtype=torch.int32, device=self.device)
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
         return [bool(there) for there in present]
 
@@ -354,9 +354,12 @@ class PlainDedicated(PlainFSDP2):
     @torch.no_grad()
     def _synchronise(self) -> None:
         super()._synchronise()
-        present = torch.tensor([one.parameter.grad is not None for one in self.matrices.values()], dtype=torch.int32)
+        matrices = self.matrices.values()
+        present = torch.tensor(
+            [one.parameter.grad is not None for one in matrices], dtype=torch.int32, device=self.device
+        )
         dist.all_reduce(present, op=dist.ReduceOp.MAX)
-        for one, there in zip(self.matrices.values(), present, strict=True):
+        for one, there in zip(matrices, present, strict=True):
             if there:
                 self._to_owner(one)
 

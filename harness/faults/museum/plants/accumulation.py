@@ -49,11 +49,8 @@ class FinalisesEveryPart(ZeroMaster):
     """Takes every part for the last one of a step, so that the next one starts a new sum."""
 
     def _add_to_host(self, grads: Sequence[Tensor | None]) -> None:
-        spills, counted = self.spills, self._on_host
         self._on_host = False
         super()._add_to_host(grads)
-        if counted:
-            self.spills = spills
 
 
 class NewestOnly(PlainZero):

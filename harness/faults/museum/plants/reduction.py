@@ -154,7 +154,7 @@ class _Overlapping(ZeroMaster):
             in_flight.append((index, self._start(index, staging)))
         for index, work in in_flight:
             self._wait(index, work)
-        self._note_host_read()
+        self._note_reads()
         self._forget_waiting()
         self.master.grad = self.grad_buf
 
