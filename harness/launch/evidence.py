@@ -9,22 +9,25 @@ from pathlib import Path
 from harness.launch import activity
 from harness.launch.outcome import Activity
 from harness.launch.rankset import Member, RankSet
-from harness.launch.watchdog import Stall, Watchdog
+from harness.launch.watchdog import Stall
 
 _STACKS_TIMEOUT_S = 2.0
 
 
-def look(ranks: RankSet, stall: Stall | None, watchdog: Watchdog | None) -> list[Member]:
-    """Note what the ranks do that have not ended; returns all, also others, that run and can be spoken to."""
+def look(ranks: RankSet, stall: Stall | None, known: Callable[[int], Activity | None]) -> list[Member]:
+    """Note what the ranks do that have not ended; returns all, also others, that run and can be spoken to.
+
+    ``known``: what a rank has done in the time before, if it was looked at.
+    """
     readings = activity.read(member.pid for member in ranks.members if member.pid is not None)
     doing = {member.rank: readings[member.pid].activity for member in ranks.members if member.pid in readings}
     for member in ranks.unfinished:
         member.activity = doing.get(member.rank)
         if stall is not None and stall.rank == member.rank:
             member.activity = Activity.COMPUTING
-        elif watchdog is not None and member.activity not in (None, Activity.STOPPED):
-            # Of one moment the watchdog knows more: a rank that waits is now and then seen running.
-            member.activity = watchdog.doing(member.rank) or member.activity
+        elif member.activity not in (None, Activity.STOPPED):
+            # That says more than one moment: a rank that waits is now and then seen running.
+            member.activity = known(member.rank) or member.activity
     return [member for member in ranks.members if doing.get(member.rank) not in (None, Activity.STOPPED)]
 
 

@@ -15,7 +15,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from harness.launch.link import ZygoteGone, ZygoteLink
 from harness.launch.outcome import Activity, Outcome, PoolError, RankEnd, RankReport, Watch
 from harness.launch.private import PrivateDirectory
 from harness.launch.rankset import Member, Phase, RankSet, describe_code, tail
+from harness.launch.torchrun import Launch
 from harness.launch.watchdog import TICK_S, Stall, Watchdog
 
 __all__ = ["Activity", "Outcome", "PoolError", "RankEnd", "RankPool", "RankReport", "Watch"]
@@ -48,15 +49,19 @@ class RankPool:
         handler: ``"package.module:function"``, called in every rank; see :mod:`harness.launch.rank`.
         setup: Passed to the handler's function.
         backend: Of the default groups: ``"gloo"``, or ``"nccl"`` with a GPU for each rank. ``"none"``: there are none.
+        device: Where the ranks' tensors belong: ``"cpu"``, and then they see no GPU; or ``"cuda"``, and then rank r of
+            a machine has its GPU number r, again from the first where there are fewer. By default ``"cuda"`` for nccl.
         start: ``"fork"``: ranks are forks of a process that has torch imported. ``"exec"``: each is a fresh interpreter
-            (seconds), which CUDA requires. By default ``"exec"`` for nccl, else ``"fork"``.
+            (seconds), which CUDA requires. By default ``"exec"`` on CUDA, else ``"fork"``.
         preload: Modules imported once, before ranks are forked (with ``"exec"``: by each rank).
         join_timeout_s: For the imports, and again for the ranks of a set to join their group and set up the handler. On
             a machine with more to do than it has cores, so many times longer, at most ten.
         grace_s: How long the other ranks may go on once one has failed.
         env: Added to the environment of the ranks.
+        launch: Under torchrun: where the other ranks are. The pool then holds the rank of this process alone.
 
     Attributes:
+        backend: As given.
         directory: Private, holds the stores and logs; removed when the pool closes.
         incidents: What happened to ranks between tasks, one line each; they were replaced.
 
@@ -71,24 +76,34 @@ class RankPool:
         setup: bytes = b"",
         *,
         backend: str = "gloo",
+        device: str | None = None,
         start: str | None = None,
         preload: Sequence[str] = (),
         join_timeout_s: float = 60.0,
         grace_s: float = 2.0,
         env: Mapping[str, str] | None = None,
+        launch: Launch | None = None,
     ) -> None:
-        start = start or ("exec" if backend == "nccl" else "fork")
+        device = device or process.default_device(backend)
+        start = start or ("exec" if device == "cuda" else "fork")
         if start not in _START_METHODS:
             raise ValueError(f"start={start!r}: expected one of {', '.join(_START_METHODS)}")
-        if backend == "nccl" and start == "fork":
-            raise ValueError("backend='nccl' with start='fork': CUDA does not survive a fork, use start='exec'")
+        if device not in process.DEVICES:
+            raise ValueError(f"device={device!r}: expected one of {', '.join(process.DEVICES)}")
+        if backend == "nccl" and device != "cuda":
+            raise ValueError(f"backend='nccl' with device={device!r}: NCCL moves CUDA tensors only, use device='cuda'")
+        if device == "cuda" and start == "fork":
+            raise ValueError("device='cuda' with start='fork': CUDA does not survive a fork, use start='exec'")
         module, _, name = handler.partition(":")
         if not module or not name.isidentifier():
             raise ValueError(f"handler={handler!r}: expected 'package.module:function'")
         self.incidents: list[str] = []
-        self._handler, self._setup, self._backend, self._preload = handler, setup, backend, list(preload)
+        self.backend = backend
+        self._handler, self._setup, self._preload = handler, setup, list(preload)
+        self._device = device
         self._execute = start == "exec"
         self._join_timeout_s, self._grace_s = join_timeout_s, grace_s
+        self._launch = launch
         self._sets: dict[int, RankSet] = {}  # by world
         self._by_identity: dict[int, RankSet] = {}
         self._num_started = 0
@@ -98,7 +113,8 @@ class RankPool:
         self._owner = os.getpid()
         self._private = PrivateDirectory()
         self.directory = self._private.path
-        environment = process.pool_environment(env or {})
+        one_machine = launch is None or launch.num_nodes == 1
+        environment = process.pool_environment(env or {}, device, one_machine=one_machine)
         try:
             self._zygote = ZygoteLink(
                 self.directory, execute=self._execute, preload=self._preload, environment=environment
@@ -235,10 +251,10 @@ class RankPool:
             raise ValueError(f"world={world}: expected at least 1")
         self._await_warm()
         self._num_started += 1
-        ranks = RankSet(self._num_started, world)
+        ranks = RankSet(self._num_started, world, None if self._launch is None else [self._launch.rank])
         self._sets[world] = self._by_identity[ranks.identity] = ranks
         port = process.free_port()
-        for rank in range(world):
+        for rank in ranks.held:
             log = self.log_path(world, rank)
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
@@ -252,12 +268,13 @@ class RankPool:
                 rank=rank,
                 world=world,
                 zygote=self._zygote.pid,
-                backend=self._backend,
+                backend=self.backend,
+                device=self._device,
                 directory=str(self.directory),
-                store=str(self._store(ranks)),
+                meeting=self._meeting(ranks),
                 log=str(member.log),
                 stacks=str(member.stacks),
-                master_port=port,
+                environment=self._environment(rank, world, port),
                 handler=self._handler,
                 setup=self._setup,
                 preload=self._preload if self._execute else [],
@@ -267,6 +284,10 @@ class RankPool:
             self._pump(0.0)  # Or, in a large world, the zygote's reports would fill its connection.
         ranks.phase = Phase.JOINING
         return ranks
+
+    def _environment(self, rank: int, world: int, port: int) -> dict[str, str]:
+        launch = self._launch
+        return process.rank_environment(rank, world, port) if launch is None else dict(launch.environment)
 
     def _await_warm(self) -> None:
         """Wait until the zygote has imported what it should."""
@@ -302,8 +323,12 @@ class RankPool:
         if ranks.joined and not ranks.failures:
             ranks.phase = Phase.IDLE
             return
+        raise PoolError(self._end_unjoined(ranks))
+
+    def _end_unjoined(self, ranks: RankSet) -> str:
+        """End ranks of which one did not join; returns what that one said, or where it was."""
         if ranks.failures:
-            member = ranks.members[ranks.failures[0]]
+            member = ranks.member(ranks.failures[0])
         else:
             late = [member for member in ranks.members if not member.joined]
             evidence.collect_stacks(ranks, partial(self._ask_for_stacks, ranks), late, late)
@@ -322,7 +347,7 @@ class RankPool:
         problem = f"world {ranks.world}: rank {member.rank} did not start: {problem}"
         if (refusal := machine.refusal_in(said)) is not None:
             problem = f"{refusal}\n{problem}"
-        raise PoolError(_with_output(self._with_cause(problem), output))
+        return _with_output(self._with_cause(problem), output)
 
     # Running
 
@@ -336,7 +361,8 @@ class RankPool:
         stall = self._wait(ranks, started, started + timeout_s, watchdog)
         keep = ranks.finished and ranks.reusable
         if not keep:
-            self._end(ranks, stall, watchdog)
+            doing = watchdog.doing if watchdog is not None else lambda _rank: None
+            self._end(ranks, self._decide(ranks, stall, doing, look=bool(ranks.unfinished)))
         reports = tuple(member.report() for member in ranks.members)
         first_failed = ranks.failures[0] if ranks.failures else None
         outcome = Outcome(ranks.world, reports, time.monotonic() - started, first_failed)
@@ -375,19 +401,41 @@ class RankPool:
             self._pump(expected - now)
         return None
 
-    def _end(self, ranks: RankSet, stall: Stall | None, watchdog: Watchdog | None) -> None:
-        """End every rank of a task that failed, after a look at what those do that have not ended."""
-        unfinished = ranks.unfinished
+    def _decide(
+        self,
+        ranks: RankSet,
+        stall: Stall | None,
+        known: Callable[[int], Activity | None],
+        *,
+        look: bool,
+        first: int | None = None,
+    ) -> list[Member]:
+        """A task has failed: decide what is said of every rank.
+
+        Args:
+            ranks: The set.
+            stall: If the task has stalled.
+            known: What a rank did in the time before, as far as it was looked at.
+            look: Take down what the ranks do and where they are: there are some that have not ended.
+            first: The rank that failed first, if that is one that others hold.
+
+        Returns:
+            Those that can be spoken to, if there was a look.
+        """
         running: list[Member] = []
-        if unfinished:
-            running = evidence.look(ranks, stall, watchdog)
+        if look:
+            running = evidence.look(ranks, stall, known)
             living = [member for member in ranks.members if member.code is None]
             evidence.collect_stacks(ranks, partial(self._ask_for_stacks, ranks), living, running)
-        if stall is None:
-            ranks.give_up()
-        else:
-            ranks.give_up({member.rank: stall.describe(member.rank, member.activity) for member in unfinished})
-        if unfinished:
+        told = None
+        if stall is not None:
+            told = {member.rank: stall.describe(member.rank, member.activity) for member in ranks.unfinished}
+        ranks.give_up(told, first)
+        return running
+
+    def _end(self, ranks: RankSet, running: Sequence[Member]) -> None:
+        """End every rank of a task that failed, with a moment for the last words of those that can be spoken to."""
+        if running:
             self._zygote.tell(wire.Terminate(ranks.identity))
             deadline = time.monotonic() + _LAST_WORDS_S
             while any(member.code is None for member in running) and time.monotonic() < deadline:
@@ -437,7 +485,7 @@ class RankPool:
                 self._fail(f"its zygote process cannot work: {reason}")
             case wire.Forked() | wire.Ended() if report.group in self._by_identity:
                 ranks = self._by_identity[report.group]
-                member = ranks.members[report.rank]
+                member = ranks.member(report.rank)
                 if isinstance(report, wire.Forked):
                     member.pid = report.pid
                 else:
@@ -463,13 +511,19 @@ class RankPool:
         for member in ranks.members:
             self._ignore(member)
             member.channel.close()
-        self._store(ranks).unlink(missing_ok=True)
+        self._file(ranks).unlink(missing_ok=True)
         self._by_identity.pop(ranks.identity, None)
         if self._sets.get(ranks.world) is ranks:
             del self._sets[ranks.world]
 
-    def _store(self, ranks: RankSet) -> Path:
+    def _meeting(self, ranks: RankSet) -> wire.FileMeeting | wire.StoreMeeting:
         """Where the ranks of a set meet."""
+        if self._launch is None:
+            return wire.FileMeeting(str(self._file(ranks)))
+        prefix = f"{self._launch.prefix}/group{ranks.identity}"
+        return wire.StoreMeeting(self._launch.host, self._launch.port, prefix)
+
+    def _file(self, ranks: RankSet) -> Path:
         return self.directory / f"store{ranks.identity}"
 
     @contextlib.contextmanager

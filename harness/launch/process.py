@@ -27,6 +27,9 @@ SINGLE_THREADED = {
     "NUMEXPR_NUM_THREADS": "1",
     "VECLIB_MAXIMUM_THREADS": "1",
 }
+DEVICES = ("cpu", "cuda")
+# So that what asks torch for an accelerator finds none there, and no rank on the CPU makes a context on a GPU.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -50,14 +53,24 @@ def rank_environment(rank: int, world: int, master_port: int) -> dict[str, str]:
     }
 
 
-def pool_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for the processes of a pool: one thread each, loopback, no outer launcher's rank."""
+def default_device(backend: str) -> str:
+    """Where the tensors of ranks on this backend belong, one of :data:`DEVICES`, unless somebody says otherwise."""
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def pool_environment(extra: Mapping[str, str], device: str = "cpu", *, one_machine: bool = True) -> dict[str, str]:
+    """This process's environment for the processes of a pool: one thread each, loopback, no outer launcher's rank.
+
+    ``device``: one of :data:`DEVICES`; on ``"cpu"`` GPUs are hidden, unless ``extra`` shows some. ``one_machine``:
+    false where ranks of other machines join: then which interface they use is left to whoever set it.
+    """
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("TORCHELASTIC_") and name not in rank_environment(0, 1, 0)
     }
-    return inherited | SINGLE_THREADED | LOOPBACK | dict(extra)
+    hidden = _NO_GPU if device == "cpu" else {}
+    return inherited | SINGLE_THREADED | (LOOPBACK if one_machine else {}) | hidden | dict(extra)
 
 
 def command(module: str, path: list[str], descriptor: int) -> list[str]:

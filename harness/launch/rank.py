@@ -17,7 +17,7 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import msgspec
 
 from harness.launch import process
-from harness.launch.wire import Channel, Hello, Kind
+from harness.launch.wire import Channel, FileMeeting, Hello, Kind
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from harness.launch.tap import CollectiveLog
 
 Work = Callable[[bytes], bytes]
@@ -198,7 +200,7 @@ def _redirect(hello: Hello) -> tuple[int, Callable[[bool], None]]:
 
 def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> RankContext:
     """Collective: create the default group, unless there is to be none, and let every pair of ranks connect."""
-    os.environ.update(process.rank_environment(hello.rank, hello.world, hello.master_port))
+    os.environ.update(hello.environment)
     import torch
 
     from harness.launch import tap
@@ -208,28 +210,39 @@ def _join(hello: Hello, channel: Channel, rearm: Callable[[bool], None]) -> Rank
     for module in hello.preload:
         importlib.import_module(module)
     device = "cpu"
-    if hello.backend == "nccl":
-        if torch.cuda.device_count() < hello.world:
-            raise RuntimeError(
-                f"backend nccl, world {hello.world}: a GPU for each rank is needed, "
-                f"torch.cuda.device_count() is {torch.cuda.device_count()}"
-            )
-        device = f"cuda:{hello.rank}"
-        torch.cuda.set_device(hello.rank)
+    if hello.device == "cuda":
+        index = gpu_of(hello.backend, torch.cuda.device_count(), os.environ)
+        torch.cuda.set_device(index)
+        device = f"cuda:{index}"
     if hello.backend != NO_GROUP:
         _form_group(hello, device)
     emit = _emitter(channel, os.getpid())
     return RankContext(hello.rank, hello.world, hello.backend, device, Path(hello.directory), collectives, emit, rearm)
 
 
+def gpu_of(backend: str, num_gpus: int, environment: Mapping[str, str]) -> int:
+    """Which of the visible GPUs a rank uses: by its place among the ranks of its machine, from the first one again.
+
+    Raises:
+        RuntimeError: there is none, or NCCL, which refuses two ranks on one GPU, has fewer than ranks.
+    """
+    local_rank, local_world = int(environment["LOCAL_RANK"]), int(environment["LOCAL_WORLD_SIZE"])
+    needed = local_world if backend == "nccl" else 1
+    if num_gpus < needed:
+        raise RuntimeError(
+            f"backend {backend} on CUDA, {local_world} ranks on this machine: at least {needed} GPUs are needed, "
+            f"torch.cuda.device_count() is {num_gpus}"
+        )
+    return local_rank % num_gpus
+
+
 def _form_group(hello: Hello, device: str) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
     dist.init_process_group(
         hello.backend,
-        store=FileStore(hello.store, hello.world),
+        store=_store(hello),
         rank=hello.rank,
         world_size=hello.world,
         timeout=_GROUP_TIMEOUT,
@@ -238,6 +251,15 @@ def _form_group(hello: Hello, device: str) -> None:
     dist.all_reduce(total)
     if total.item() != hello.world:
         raise RuntimeError(f"the first all-reduce of ones gave {total.item()}: expected {hello.world}, the world")
+
+
+def _store(hello: Hello) -> Store:
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    where = hello.meeting
+    if isinstance(where, FileMeeting):
+        return FileStore(where.path, hello.world)
+    return PrefixStore(where.prefix, TCPStore(where.host, where.port, is_master=False, timeout=_GROUP_TIMEOUT))
 
 
 def _emitter(channel: Channel, own: int) -> Callable[[bytes], None]:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,15 +83,17 @@ class RankSet:
     Attributes:
         identity: Number of this set; never used twice in a pool.
         world: Number of ranks.
-        members: One a rank, in order.
+        held: Those of them that this process looks after: all, unless a launcher gave others to other processes.
+        members: One for each of those, in order.
         phase: Where the set is in its life.
         failures: The ranks whose start or task went wrong, in order of time.
         failed_at: ``time.monotonic()`` of the first of these.
     """
 
-    def __init__(self, identity: int, world: int) -> None:
+    def __init__(self, identity: int, world: int, held: Sequence[int] | None = None) -> None:
         self.identity = identity
         self.world = world
+        self.held = range(world) if held is None else held
         self.members: list[Member] = []
         self.phase = Phase.STARTING
         self.failures: list[int] = []
@@ -100,7 +102,11 @@ class RankSet:
     @property
     def joined(self) -> bool:
         """Every rank is in its group and ready for a task."""
-        return len(self.members) == self.world and all(member.joined for member in self.members)
+        return len(self.members) == len(self.held) and all(member.joined for member in self.members)
+
+    def member(self, rank: int) -> Member:
+        """A rank by its number."""
+        return self.members[self.held.index(rank)]
 
     @property
     def lost(self) -> list[Member]:
@@ -162,13 +168,15 @@ class RankSet:
                 if member.log.stat().st_size > _MAX_LOG_BYTES:
                     os.truncate(member.log, 0)
 
-    def give_up(self, stalled: Mapping[int, str] | None = None) -> None:
+    def give_up(self, stalled: Mapping[int, str] | None = None, first: int | None = None) -> None:
         """Decide for every rank that has not ended: stuck at the deadline, or left behind by one that failed.
 
         Args:
             stalled: By rank, what is to be said if neither is so, but the task has stalled.
+            first: The rank that failed first, where that may be one that is held elsewhere.
         """
-        first = self.failures[0] if self.failures else None
+        if first is None and self.failures:
+            first = self.failures[0]
         for member in self.unfinished:
             if stalled is not None:
                 self._fail(member, RankEnd.STALLED, stalled[member.rank])

@@ -166,6 +166,88 @@ class ProcessesSeen:
         self._seen = None
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What was seen of ranks at one look.
+
+    Attributes:
+        got_on: Whether one of them did.
+        readings: Of those that have not ended; None if there was no need to look so closely.
+    """
+
+    got_on: bool
+    readings: Mapping[int, Reading] | None = None
+
+
+class Lookout:
+    """Looks at the ranks of a set while they do one task.
+
+    Args:
+        watch: What to look at, and the limits.
+        ranks: The set, which has begun the task.
+        ask_for_stacks: Has every living rank write its stacks; does not wait for them.
+    """
+
+    def __init__(self, watch: Watch, ranks: RankSet, ask_for_stacks: Callable[[], None]) -> None:
+        self._watch, self._ranks, self._ask_for_stacks = watch, ranks, ask_for_stacks
+        self._functions = FunctionsSeen()
+        self._processes = ProcessesSeen()
+        self._sample_s = max(TICK_S, min(_SAMPLE_S, min(watch.blocked_s, watch.computing_s) / _SAMPLES_PER_LIMIT))
+        self._next_sample_s = self._sample_s  # of quiet time
+        self._sizes: dict[int, int] = {}  # of the stacks that were asked for, by rank; empty when none were
+        self._marks = self._look_for_marks()
+
+    def look(self, quiet_s: float) -> Sight:
+        """What the ranks do now, when for so long none got on."""
+        marks = self._look_for_marks()
+        if marks != self._marks:
+            self._marks = marks
+            self._functions.forget()
+            self._processes.forget()
+            return self._moving()
+        if quiet_s < _LOOK_AFTER_S:
+            return Sight(got_on=False)
+        members = {member.pid: member for member in self._ranks.unfinished if member.pid is not None}
+        readings = activity.read(members)
+        started = self._processes.add(frozenset().union(*(reading.descendants for reading in readings.values())))
+        if self._stacks_show_news() or started:
+            # What they have shown stays known: a loop through many functions has shown them all before long.
+            return self._moving()
+        return Sight(False, {members[pid].rank: reading for pid, reading in readings.items()})
+
+    def sample(self, quiet_s: float) -> None:
+        """Ask for the stacks of all ranks if it is time to."""
+        if quiet_s < self._next_sample_s:
+            return
+        self._next_sample_s = quiet_s + self._sample_s
+        for member in self._ranks.members:
+            member.clear_stacks()
+        self._ask_for_stacks()
+        self._sizes = {member.rank: 0 for member in self._ranks.unfinished}
+
+    def _look_for_marks(self) -> list[object]:
+        """Something that differs if any rank got on in between."""
+        marks: list[object] = [member.channel.num_bytes for member in self._ranks.members]
+        marks.extend(self._watch.moved(member.rank) for member in self._ranks.unfinished)
+        return marks
+
+    def _moving(self) -> Sight:
+        self._next_sample_s = self._sample_s
+        self._sizes = {}
+        return Sight(got_on=True)
+
+    def _stacks_show_news(self) -> bool:
+        """Read the stacks that were asked for, once they have stopped growing."""
+        news = False
+        for rank, previous in list(self._sizes.items()):
+            member = self._ranks.member(rank)
+            self._sizes[rank] = _size(member)
+            if self._sizes[rank] == previous > 0:
+                del self._sizes[rank]
+                news = self._functions.add(rank, member.read_stacks()) or news
+        return news
+
+
 class Watchdog:
     """Watches one task of a set of ranks.
 
@@ -177,71 +259,24 @@ class Watchdog:
     """
 
     def __init__(self, watch: Watch, ranks: RankSet, ask_for_stacks: Callable[[], None], now_s: float) -> None:
-        self._watch, self._ranks, self._ask_for_stacks = watch, ranks, ask_for_stacks
         self._silence = Silence(watch.blocked_s, watch.computing_s, now_s)
-        self._functions = FunctionsSeen()
-        self._processes = ProcessesSeen()
-        self._sample_s = max(TICK_S, min(_SAMPLE_S, min(watch.blocked_s, watch.computing_s) / _SAMPLES_PER_LIMIT))
-        self._next_sample_s = self._sample_s  # of quiet time
-        self._sizes: dict[int, int] = {}  # of the stacks that were asked for, by rank; empty when none were
-        self._marks = self._look_for_marks()
+        self._lookout = Lookout(watch, ranks, ask_for_stacks)
 
     def tick(self, now_s: float) -> Stall | None:
         """To be called every ``TICK_S``; says whether the task has stalled."""
         step_s = self._silence.passed(now_s)
-        marks = self._look_for_marks()
-        if marks != self._marks:
-            self._marks = marks
-            self._functions.forget()
-            self._processes.forget()
-            self._start_over()
+        sight = self._lookout.look(self._silence.quiet_s)
+        if sight.got_on:
+            self._silence.broken()
             return None
-        if self._silence.quiet_s < _LOOK_AFTER_S:
-            return None
-        members = {member.pid: member for member in self._ranks.unfinished if member.pid is not None}
-        readings = activity.read(members)
-        stall = self._silence.look(step_s, {members[pid].rank: reading for pid, reading in readings.items()})
-        started = self._processes.add(frozenset().union(*(reading.descendants for reading in readings.values())))
-        if self._stacks_show_news() or started:
-            # What they have shown stays known: a loop through many functions has shown them all before long.
-            self._start_over()
-            return None
-        if stall is None and self._silence.quiet_s >= self._next_sample_s:
-            self._sample()
+        stall = None if sight.readings is None else self._silence.look(step_s, sight.readings)
+        if stall is None:
+            self._lookout.sample(self._silence.quiet_s)
         return stall
 
     def doing(self, rank: int) -> Activity | None:
         """What a rank that has not ended did in the silence until now; None if it was too short to be looked at."""
         return self._silence.doing(rank)
-
-    def _look_for_marks(self) -> list[object]:
-        """Something that differs if any rank got on in between."""
-        marks: list[object] = [member.channel.num_bytes for member in self._ranks.members]
-        marks.extend(self._watch.moved(member.rank) for member in self._ranks.unfinished)
-        return marks
-
-    def _start_over(self) -> None:
-        self._silence.broken()
-        self._next_sample_s = self._sample_s
-        self._sizes = {}
-
-    def _stacks_show_news(self) -> bool:
-        """Read the stacks that were asked for, once they have stopped growing."""
-        news = False
-        for rank, previous in list(self._sizes.items()):
-            member = self._ranks.members[rank]
-            self._sizes[rank] = _size(member)
-            if self._sizes[rank] == previous > 0:
-                del self._sizes[rank]
-                news = self._functions.add(rank, member.read_stacks()) or news
-        return news
-
-    def _sample(self) -> None:
-        self._next_sample_s = self._silence.quiet_s + self._sample_s
-        for member in self._ranks.members:
-            member.clear_stacks()
-        self._ask_for_stacks()
-        self._sizes = {member.rank: 0 for member in self._ranks.unfinished}
 
 
 def _size(member: Member) -> int:

@@ -55,6 +55,20 @@ class Frame(NamedTuple):
     payload: bytes
 
 
+class FileMeeting(msgspec.Struct, tag="file"):
+    """The ranks of a set meet in a file that all of them can open."""
+
+    path: str
+
+
+class StoreMeeting(msgspec.Struct, tag="store"):
+    """The ranks of a set meet in a store that a launcher hosts, under names that begin with ``prefix``."""
+
+    host: str
+    port: int
+    prefix: str
+
+
 class Hello(msgspec.Struct):
     """Everything a rank must know to join: the first frame it reads."""
 
@@ -62,11 +76,12 @@ class Hello(msgspec.Struct):
     world: int
     zygote: int
     backend: str
+    device: str  # "cpu", or "cuda": which one, the rank's place on its machine says
     directory: str
-    store: str
+    meeting: FileMeeting | StoreMeeting
     log: str
     stacks: str
-    master_port: int
+    environment: dict[str, str]  # what a launcher sets for this rank
     handler: str
     setup: bytes
     preload: list[str]
