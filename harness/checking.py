@@ -12,6 +12,7 @@ import msgspec
 from harness import inputs
 from harness.evaluate import Pool, UndecidedError
 from harness.report.console import describe, failure_lines
+from harness.report.result import Failure
 from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
 from harness.scenario import codec
 from harness.scenario.model import Scenario
@@ -24,16 +25,20 @@ _DEFAULT_SUBJECT = "zero2"
 _INLINE = Path("case")
 
 
-class _Silent:
+class Silent:
     """An observer that shows nothing."""
 
-    def started(self, options: CampaignOptions) -> None: ...
+    def started(self, options: CampaignOptions) -> None:
+        """A campaign begins."""
 
-    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None: ...
+    def example(self, done: int, total: int, world: int, scenario: Scenario, rate: float) -> None:
+        """A scenario is about to run."""
 
-    def shrinking(self, tried: int, best: Scenario) -> None: ...
+    def shrinking(self, tried: int, best: Scenario) -> None:
+        """A failing scenario is being made smaller."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Something the user should know."""
 
 
 def check_case(
@@ -43,6 +48,7 @@ def check_case(
     subject_args: Mapping[str, Scalar] | None = None,
     config: Mapping[str, Any] | None = None,
     backend: str = "sim",
+    device: str | None = None,
     order: str | None = None,
     schedule: str | None = None,
     timeout_s: float | None = None,
@@ -57,6 +63,7 @@ def check_case(
         subject_args: further keyword arguments of its constructor.
         config: of a distribution strategy, as ``--config`` has it; None: the case's own, if it has one.
         backend: ``"sim"``, ``"gloo"`` or ``"nccl"``.
+        device: ``"cpu"`` or ``"cuda"``; None: ``"cuda"`` with nccl, else ``"cpu"``.
         order, schedule: of a simulated world, see :mod:`harness.sim.choices`.
         timeout_s, stall_s: as ``--timeout`` and ``--stall``.
         pool: ranks of this backend that stay warm over many cases (:func:`harness.evaluate.start_pool`).
@@ -69,12 +76,14 @@ def check_case(
     __tracebackhide__ = True  # pytest then shows the test's own line
     loaded, path = _loaded(case)
     inputs.check_choices(backend, order, schedule)
+    device = inputs.chosen_device(backend, device)
     if pool is None:
-        inputs.check_backend(backend, (loaded.scenario.world,))
+        inputs.check_backend(backend, (loaded.scenario.world,), device)
     options = CampaignOptions(
         subject=_configured(_subject(loaded, subject, dict(subject_args or {})), config),
         worlds=(loaded.scenario.world,),
         backend=backend,
+        device=device,
         seed=loaded.scenario.seed,
         examples=1,
         seconds=None,
@@ -86,17 +95,22 @@ def check_case(
         order=order or DEFAULT_ORDER,
         schedule=schedule or DEFAULT_SCHEDULE,
     )
-    result = replay_case(loaded, path or _INLINE, options, _Silent(), pool)
+    result = replay_case(loaded, path or _INLINE, options, Silent(), pool)
     if result.interrupted:
         raise KeyboardInterrupt
     what = f"{options.subject.given} on {backend}, {describe(loaded.scenario)}"
     if result.failure is not None:
-        failure = msgspec.structs.replace(result.failure, test=None)
+        failure = result.failure
         if path is None:
             failure = msgspec.structs.replace(failure, case=None, replay=None)
-        raise AssertionError("\n".join([f"violated: {what}", *failure_lines(failure)]))
+        raise AssertionError(violation(what, failure))
     if result.verdict != "holds":
         raise UndecidedError(f"unknown: {what}: {result.reason}")
+
+
+def violation(what: str, failure: Failure) -> str:
+    """What a test says of a failure: what ``replay`` prints, without the test to paste."""
+    return "\n".join([f"violated: {what}", *failure_lines(msgspec.structs.replace(failure, test=None))])
 
 
 def _configured(source: SubjectSource, config: Mapping[str, Any] | None) -> SubjectSource:

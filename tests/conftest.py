@@ -14,6 +14,8 @@ from harness.evaluate import Pool, start_pool
 from harness.launch.pool import RankPool
 from tests.support import Campaigns
 
+pytest_plugins = ["pytester"]  # for tests/plugin; only this conftest.py may say so
+
 RANKS = 4
 """Of the largest world that most tests have."""
 
