@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 import harness
+from harness.report.evidence import Evidence
 from harness.scenario.model import System
 from harness.verdict import RankAccount
 
@@ -27,11 +28,12 @@ EXIT_UNKNOWN = 3
 EXIT_INTERRUPTED = 130
 
 Verdict = Literal["holds", "violated", "unknown"]
+Verb = Literal["verify", "replay", "fuzz"]
 
 _PACKAGES = ("torch", "numpy", "hypothesis", "msgspec")
 
 
-class WorldExamples(Struct, frozen=True):
+class WorldExamples(Struct, frozen=True, forbid_unknown_fields=True):
     """Examples run at one world size, and how many of them per second of their own time.
 
     Of examples that ran side by side each has a share of the time that all of them took, by what its process spent on
@@ -42,7 +44,7 @@ class WorldExamples(Struct, frozen=True):
     rate: float
 
 
-class Examples(Struct, frozen=True, kw_only=True):
+class Examples(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``run`` were judged; ``discarded`` were drawn but lie outside the subject's declared space."""
 
     run: int
@@ -50,7 +52,7 @@ class Examples(Struct, frozen=True, kw_only=True):
     per_world: dict[int, WorldExamples] = {}
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class Failure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first divergence of the smallest failing case. What does not apply is None.
 
     Steps, ranks and buckets count from 0, ``element`` is the flat index inside ``parameter``, ``index`` the place of
@@ -60,7 +62,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     ``scenario`` the case in a few words, ``output`` the end of what the ranks printed, ``case`` the saved case's path,
     ``test`` a file of tests that runs it, ready to paste, ``replay`` the command that runs it again. ``ranks`` says of
     each rank how it ended and where it was, where that is what failed (progress, traffic). ``cut_short``: why it may
-    not be the smallest.
+    not be the smallest. ``evidence``: what the pictures of `report` are drawn from.
     """
 
     property: str
@@ -91,9 +93,10 @@ class Failure(Struct, frozen=True, kw_only=True):
     replay: str | None = None
     ranks: tuple[RankAccount, ...] | None = None
     cut_short: str | None = None
+    evidence: Evidence | None = None
 
 
-class FoundAfter(Struct, frozen=True, kw_only=True):
+class FoundAfter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When the violation was first seen: seconds since the search began, the ranks being there; scenarios judged up to
     and with that which showed it."""
 
@@ -101,7 +104,7 @@ class FoundAfter(Struct, frozen=True, kw_only=True):
     examples: int
 
 
-class Slowest(Struct, frozen=True, kw_only=True):
+class Slowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The scenario that took longest: its id, in a few words, and seconds."""
 
     id: str
@@ -109,7 +112,7 @@ class Slowest(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class FuzzSummary(Struct, frozen=True, kw_only=True):
+class FuzzSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What only `fuzz` has.
 
     ``rounds``: done in all, ``resumed`` of them by earlier runs of this campaign; ``workers``: how many ran rounds.
@@ -129,10 +132,11 @@ class FuzzSummary(Struct, frozen=True, kw_only=True):
     directory: str
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class Result(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One campaign's or replay's result; ``seconds`` is wall time, rates are examples per second.
 
-    ``system``: what kind of system the subject is.
+    ``verb``: what made it. ``system``: what kind of system the subject is. ``device``: where the ranks' tensors were,
+    ``cpu`` or ``cuda``.
     ``order``, ``schedule``: of simulated worlds (backend sim), in what order sums were added and how ranks took turns.
     ``oracle``: rule -> comparisons judged by it. ``properties``: name -> how many times it was really checked.
     ``reached``: situation -> scenarios that had it. ``changed``: what the subject changed in its processes beside its
@@ -161,12 +165,14 @@ class Result(Struct, frozen=True, kw_only=True):
     found_after: FoundAfter | None = None
     reason: str | None = None
     interrupted: bool = False
+    device: str = "cpu"
     order: str | None = None
     schedule: str | None = None
     margin: float | None = None
     missing: tuple[str, ...] = ()
     fuzz: FuzzSummary | None = None
     system: System = "zero_master"
+    verb: Verb = "verify"
     schema: int = SCHEMA
 
     @property
@@ -198,9 +204,13 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401  (any tree of structs, dicts, 
 
     What does not print is escaped, also where JSON would not ask for it: standard output may be a terminal.
     """
-    plain = _jsonable(msgspec.to_builtins(value, str_keys=True))
-    text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    text = msgspec.json.format(msgspec.json.encode(plain(value)), indent=2).decode()
     return "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text).encode() + b"\n"
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """The same tree of dicts, lists and scalars that JSON can carry."""
+    return _jsonable(msgspec.to_builtins(value, str_keys=True))
 
 
 def _escaped(char: str) -> str:
