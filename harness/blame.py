@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from harness.drive.trail import Left
 from harness.launch.outcome import Activity, Outcome, RankEnd, RankReport, Told
 from harness.oracles import judge, sequence
+from harness.report.evidence import Place, State
 from harness.verdict import (
     STAGE_ORDER,
     Collective,
@@ -109,6 +110,28 @@ def _account(
         stacks=report.stacks,
         output="\n".join(filter(None, (report.output, verdict.detail if verdict is not None else None))) or None,
     )
+
+
+def place(report: RankReport, verdict: RankVerdict | None, left: Left | None) -> Place:
+    """How far a rank came: where its own first difference is, where it stopped, or all the way.
+
+    Args:
+        report: Of the rank.
+        verdict: What it sent; None: nothing.
+        left: What it left behind, if it sent nothing.
+    """
+    if verdict is None:
+        left = left or Left()
+        stopped: State = "ended" if report.end in _DIED else "hung"
+        return Place(report.rank, left.step, left.stage.value, stopped)
+    found, raised = verdict.divergence, verdict.status in (RankStatus.RAISED, RankStatus.UNSUPPORTED)
+    if found is None:
+        return Place(report.rank, None, Stage.BUILD.value, "raised" if raised else "agreed")
+    # What raised, or could not go on, behind a difference is not what was seen first.
+    state: State = "raised" if raised and found.property is Property.PROGRESS else "differs"
+    if judge.peer_late(verdict):
+        state = "hung"
+    return Place(report.rank, found.step, found.stage.value, state)
 
 
 def _told(verdict: RankVerdict) -> Left:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,10 @@ from harness.errors import UsageError
 from harness.faults import expect
 from harness.launch import machine
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool, RankReport, Watch
+from harness.launch.process import default_device
 from harness.oracles import judge, sequence
+from harness.oracles.order import UNKNOWN
+from harness.report.evidence import Place
 from harness.scenario.model import EXTENSIONS, Extension, Scenario, Step, System
 from harness.scenario.muon_check import newton_schulz_work
 from harness.scenario.relations import NOTHING_OBSERVED, Observed
@@ -77,7 +81,12 @@ _ATTRIBUTABLE = (Property.GRADIENT, Property.SPILL, Property.OWNERSHIP, Property
 
 
 class Pool(Protocol):
-    """Where scenarios run: :class:`harness.launch.pool.RankPool`, :class:`harness.sim.pool.SimPool`."""
+    """Where scenarios run: a :class:`harness.launch.pool.RankPool`, a :class:`harness.launch.spread.SpreadPool`, or a
+    :class:`harness.sim.pool.SimPool`."""
+
+    @property
+    def backend(self) -> str:
+        """Of the ranks' groups: ``"gloo"``, ``"nccl"`` or ``"sim"``."""
 
     @property
     def directory(self) -> Path:
@@ -140,6 +149,7 @@ class Evaluation:
         margin: the largest error in terms of its bound; None when nothing was held against a bound.
         observations: rank -> what it saw at the first difference, None where all was equal there; of the ranks of
             which that is known.
+        places: how far each rank came, of a violation.
     """
 
     conclusion: Conclusion
@@ -159,16 +169,18 @@ class Evaluation:
     observed: Observed = NOTHING_OBSERVED
     margin: float | None = None
     observations: Mapping[int, Observation | None] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
 
 
-def start_pool(backend: str = "gloo", lanes: int = 1) -> Pool:
+def start_pool(backend: str = "gloo", lanes: int = 1, device: str | None = None) -> Pool:
     """Warm ranks for scenarios of any subject; a context manager that ends them on every path.
 
-    ``lanes``: how many simulated worlds :meth:`Evaluator.evaluate_many` may run side by side (sim).
+    ``lanes``: how many simulated worlds :meth:`Evaluator.evaluate_many` may run side by side (sim). ``device``: where
+    tensors belong, see :func:`harness.launch.process.default_device`.
     """
     if backend == "sim":
-        return SimPool(preload=SIM_PRELOAD, lanes=lanes)
-    return RankPool(HANDLER, backend=backend, preload=PRELOAD, grace_s=GRACE_S)
+        return SimPool(preload=SIM_PRELOAD, lanes=lanes, device=device or default_device(backend))
+    return RankPool(HANDLER, backend=backend, device=device, preload=PRELOAD, grace_s=GRACE_S)
 
 
 class Evaluator:
@@ -183,20 +195,25 @@ class Evaluator:
         stall_s: float | None = None,
         order: str = "ring",
         schedule: str = "random",
+        rule: str = "",
     ) -> None:
         """``timeout_s``: how long a scenario may take; ``stall_s``: how long without progress; None: by its size.
-        ``order``, ``schedule``: see :class:`harness.drive.tasks.RunScenario`."""
+        ``order``, ``schedule``, ``rule``: see :class:`harness.drive.tasks.RunScenario`. Of NCCL no rule is known
+        (:data:`harness.oracles.order.UNKNOWN`): then every scenario begins with the search for the order."""
+        if pool.backend == "nccl":
+            rule = UNKNOWN
         self.timeout_s = timeout_s
         self.stall_s = stall_s
         self._subject = SubjectName(subject.absolute, subject.args, subject.config)
         self._capabilities = capabilities(subject.absolute, subject.config)
         self._is_class = capabilities(subject.absolute) is CLASS_SUBJECT
         self._pool = pool
-        self._order, self._schedule = order, schedule
+        self._order, self._schedule, self._rule = order, schedule, rule
         self._extension = self._capabilities.extension
         self._system = known_system(subject.absolute)
+        self.versions: dict[str, str] = {}  # as the ranks prepared last told them
         self._imported: set[int] = set()  # the homes of worlds
-        self._exchanges = False
+        self._exchanges = rule == UNKNOWN
         self._lanes_ready = False
         self._closely = False
         # The process of a simulated world outlives what its ranks raise, and their deadlocks.
@@ -280,6 +297,7 @@ class Evaluator:
             else:
                 self._extension = Extension(**declared)
         self._imported.add(home)
+        self.versions.update(_together([check.versions for check in checks]))
 
     def evaluate(self, scenario: Scenario) -> Evaluation:
         """Run a scenario once.
@@ -400,7 +418,7 @@ class Evaluator:
         return outcome, evaluation
 
     def _task(self, scenario: Scenario, *, inspect: bool = False) -> RunScenario:
-        return RunScenario(self._subject, scenario, self._exchanges, inspect, self._order, self._schedule)
+        return RunScenario(self._subject, scenario, self._exchanges, inspect, self._order, self._schedule, self._rule)
 
     def _concluded(self, scenario: Scenario, outcome: Outcome, lefts: Callable[[int], Left]) -> Evaluation:
         evaluation = conclude(outcome, lefts, self._implied(scenario))
@@ -569,6 +587,7 @@ def conclude(outcome: Outcome, lefts: Callable[[int], Left], implied: sequence.I
         recycled=next((f"rank {said.rank}: {said.recycle}" for said in verdicts if said.recycle is not None), None),
         margin=max((said.margin for said in verdicts if said.margin is not None), default=None),
         observations=_observations(judgement.divergence, verdicts),
+        places=() if judgement.divergence is None else _places(outcome, sent, lefts),
     )
 
 
@@ -584,6 +603,14 @@ def _observations(found: Divergence | None, verdicts: Sequence[RankVerdict]) -> 
         elif verdict.observed is not None and own.when == found.when:
             known[verdict.rank] = verdict.observed
     return known if any(known.values()) else {}
+
+
+def _places(outcome: Outcome, sent: Mapping[int, RankVerdict], lefts: Callable[[int], Left]) -> tuple[Place, ...]:
+    """How far each rank came, by its own verdict or by what it left behind."""
+    return tuple(
+        blame.place(report, sent.get(report.rank), lefts(report.rank) if report.rank not in sent else None)
+        for report in outcome.ranks
+    )
 
 
 def _handed(found: Divergence, verdicts: Sequence[RankVerdict]) -> str | None:
@@ -606,6 +633,16 @@ def _accounts(
     if found is None or found.property not in (Property.PROGRESS, Property.TRAFFIC):
         return ()
     return blame.accounts(outcome, found, sent, lefts)
+
+
+def _together(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What ranks compute with, as one: where they differ, each with how many have it."""
+    found = {}
+    for name in dict.fromkeys(name for versions in of_ranks for name in versions):
+        counted = Counter(versions.get(name, "none") for versions in of_ranks)
+        alone = len(counted) == 1 and name != "gpu"
+        found[name] = ", ".join(value if alone else f"{count} x {value}" for value, count in counted.items())
+    return found
 
 
 def _changed_its_sum(second: Evaluation) -> Evaluation:

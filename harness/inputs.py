@@ -21,6 +21,7 @@ import click
 
 from harness.capacity import check_ranks, check_simulation
 from harness.errors import UsageError
+from harness.launch.process import default_device
 from harness.scenario.model import MAX_WORLD
 from harness.subjects.source import Scalar
 
@@ -146,7 +147,7 @@ def prepare_report(given: str | None) -> Path:
 
 
 class JsonOutput:
-    """Where ``--json`` writes: a file (replaced in one go, so that it is never half there) or standard output.
+    """Where an option writes: a file (replaced in one go, so that it is never half there) or standard output.
 
     The check is made on construction, before anything runs.
 
@@ -154,26 +155,26 @@ class JsonOutput:
         UsageError: it cannot be written.
     """
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, given: str, option: str = "--json") -> None:
         self.given = given
         self.to_stdout = given == "-"
         self._stdout: int | None = None
         if self.to_stdout:
             if sys.__stdout__ is None:
-                raise UsageError("--json -: standard output is closed")
+                raise UsageError(f"{option} -: standard output is closed")
             return
         try:
             # A symbolic link stays one; what it points to is replaced.
             self._path = Path(os.path.realpath(given))
             if not given or self._path.is_dir():
-                raise UsageError(f"--json {given!r}: a directory; expected a file, or - for standard output")
+                raise UsageError(f"{option} {given!r}: expected a file, got {'a directory' if given else 'no name'}")
             self._replace = not self._path.exists() or self._path.is_file()
             if self._path.exists() and not os.access(self._path, os.W_OK):
-                raise UsageError(f"--json {given!r}: cannot write it: permission denied")
+                raise UsageError(f"{option} {given!r}: cannot write it: permission denied")
             if self._replace:
                 _try_to_write(self._path.parent)
         except (OSError, ValueError) as error:
-            raise UsageError(f"--json {given!r}: cannot write it: {_why(error)}") from None
+            raise UsageError(f"{option} {given!r}: cannot write it: {_why(error)}") from None
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -206,6 +207,32 @@ class JsonOutput:
         else:  # a pipe or a device: nothing to replace
             with self._path.open("wb", buffering=0) as stream:
                 _write_all(stream, data)
+
+
+def check_apart(writes: Sequence[tuple[str, str | None]], reads: Sequence[tuple[str, str | None]] = ()) -> None:
+    """Nothing that is written may replace what is read, or what is written besides. Pipes and devices may be shared.
+
+    Args:
+        writes: options and what was given to each; None where it was not.
+        reads: the same, of files that are read.
+
+    Raises:
+        UsageError: it would.
+    """
+    taken: dict[Path, str] = {}
+    for number, (option, given) in enumerate([*reads, *writes]):
+        if given is None or given in ("", "-"):
+            continue
+        try:
+            path = Path(os.path.realpath(given))
+            shared = path.exists() and not path.is_file()
+        except (OSError, ValueError):  # no path at all, as whoever opens it says
+            continue
+        if shared:
+            continue
+        if number >= len(reads) and path in taken:
+            raise UsageError(f"{option} {given!r}: that is the file of {taken[path]}, which would be lost")
+        taken.setdefault(path, option)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -252,24 +279,35 @@ def check_choices(backend: str, order: str | None, schedule: str | None) -> None
             raise UsageError(f"{option} {value}: {backend} leaves no such choice; add --backend sim")
 
 
-def check_backend(backend: str, worlds: Sequence[int]) -> None:
-    """Refuse ranks that cannot be started.
+def chosen_device(backend: str, device: str | None) -> str:
+    """Where tensors lie: what ``--device`` says, else what goes with the backend.
+
+    Raises:
+        UsageError: NCCL on the CPU.
+    """
+    if backend == "nccl" and device == "cpu":
+        raise UsageError("--device cpu: nccl moves tensors of GPUs only; use --backend gloo or sim, or leave it out")
+    return device or default_device(backend)
+
+
+def check_backend(backend: str, worlds: Sequence[int], device: str | None = None) -> None:
+    """Refuse ranks that cannot be started; ``device`` is as :func:`chosen_device` gave it (None: the backend's own).
 
     NCCL wants one GPU a rank; a child process is asked, since this one never imports torch.
 
     Raises:
-        UsageError: too little memory, or too low a limit; fewer GPUs than ranks, or a torch without NCCL.
+        UsageError: too little memory, or too low a limit; fewer GPUs than needed, or a torch without NCCL.
     """
+    if (device or default_device(backend)) == "cuda":
+        _check_gpus(backend, worlds)
     if backend == "sim":
         check_simulation(worlds)
     else:
-        _check_gpus(backend, worlds)
         check_ranks(worlds)
 
 
 def _check_gpus(backend: str, worlds: Sequence[int]) -> None:
-    if backend != "nccl":
-        return
+    option = "--backend nccl" if backend == "nccl" else "--device cuda"
     question = "import torch; print(int(torch.distributed.is_nccl_available()), torch.cuda.device_count())"
     command = [sys.executable, "-P", "-c", question]  # a torch.py in the current directory is not meant
     try:
@@ -278,12 +316,14 @@ def _check_gpus(backend: str, worlds: Sequence[int]) -> None:
         )
     except subprocess.SubprocessError as error:
         printed = (getattr(error, "stderr", None) or "").strip().splitlines()
-        raise UsageError(f"--backend nccl: torch cannot be asked for its GPUs: {(printed or [error])[-1]}") from None
+        raise UsageError(f"{option}: torch cannot be asked for its GPUs: {(printed or [error])[-1]}") from None
     words = answer.stdout.split()[-2:]  # an import may print lines of its own before
-    if words[0] != "1":
+    if backend == "nccl" and words[0] != "1":
         raise UsageError("--backend nccl: this torch was built without NCCL; use --backend gloo")
     num_gpus = int(words[1])
-    if num_gpus < max(worlds):
+    if backend != "nccl" and num_gpus == 0:
+        raise UsageError("--device cuda: no GPU is visible; leave it out, or show torch a GPU (CUDA_VISIBLE_DEVICES)")
+    if backend == "nccl" and num_gpus < max(worlds):
         gpus = "no GPU is" if num_gpus == 0 else ("1 GPU is" if num_gpus == 1 else f"{num_gpus} GPUs are")
         raise UsageError(
             f"--backend nccl: world {max(worlds)} needs {max(worlds)} GPUs, one a rank, but {gpus} visible; "

@@ -15,12 +15,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import msgspec
 
 from harness.canary import check_canaries
 from harness.capacity import available_memory, simulation_lanes
+from harness.diagnosis.picture import evidence_of
 from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
@@ -28,6 +29,7 @@ from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedE
 from harness.explain import SHRINK_S, Explainer, Found, Runs, Smaller, diagnosed, property_of, repeated
 from harness.faults import expect, language
 from harness.launch.pool import PoolError
+from harness.launch.process import default_device
 from harness.pace import CHUNK_S, Pace
 from harness.relate import Related, RelatedEvaluator
 from harness.report import result as results
@@ -80,6 +82,7 @@ class CampaignOptions:
         stall_s: limit of the time in which no rank gets on; None: by the size of the scenario.
         shrink_s: upper bound of the time spent on making a failing scenario smaller.
         order, schedule: of simulated worlds (``backend`` sim), see :mod:`harness.sim.choices`.
+        device: where tensors lie, ``"cpu"`` or ``"cuda"``; None: as goes with the backend.
         canaries: begin a campaign of ``FULL_CAMPAIGN`` scenarios or more with subjects that must fail; False where
             whoever runs it on this pool has done so.
     """
@@ -99,6 +102,7 @@ class CampaignOptions:
     order: str = DEFAULT_ORDER
     schedule: str = DEFAULT_SCHEDULE
     canaries: bool = True
+    device: str | None = None
 
 
 class Observer(Protocol):
@@ -115,6 +119,17 @@ class Observer(Protocol):
 
     def note(self, text: str) -> None:
         """Something the user should know."""
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """An observer that is told too what came of each scenario, to keep it."""
+
+    def judged(self, index: int, scenario: Scenario, evaluation: Evaluation) -> None:
+        """A scenario was run."""
+
+    def violated(self, found: Found) -> None:
+        """A violation was seen, or is known in a better form."""
 
 
 def run_campaign(
@@ -142,6 +157,7 @@ def run_campaign(
         lanes = simulation_lanes(options.worlds, source.memory) if options.backend == "sim" else 1
         with _ranks(options, pool, lanes) as ranks, _OtherTier(options, other) as tier:
             evaluator = _evaluator(options, ranks)
+            tally.versions = evaluator.versions
             evaluator.prepare(options.worlds[0])  # a subject that cannot be used is told before the first example
             source.extend(evaluator.system, evaluator.extension)
             tally.system, tally.extension = evaluator.system, evaluator.extension
@@ -171,11 +187,22 @@ def run_campaign(
 
 
 def replay_case(
-    case: codec.Case, path: Path, options: CampaignOptions, observer: Observer, pool: Pool | None = None
+    case: codec.Case,
+    path: Path | None,
+    options: CampaignOptions,
+    observer: Observer,
+    pool: Pool | None = None,
+    *,
+    thorough: bool = True,
 ) -> Result:
-    """Run one saved case, several times: a violation that comes and goes is still one (``determinism``)."""
+    """Run one case, several times: a violation that comes and goes is still one (``determinism``).
+
+    ``path``: where it was saved; None: it was not, and is if it is violated. Not ``thorough``: it is run twice in all,
+    and not looked at closely in a simulated world.
+    """
     scenario = case.scenario
     tally = Tally(system=scenario.system)
+    recorder = observer if isinstance(observer, Recorder) else None
     observer.started(options)
     found: Found | None = None
     reason: str | None = None
@@ -184,11 +211,16 @@ def replay_case(
     try:
         with _ranks(options, pool) as ranks, _OtherTier(options) as tier:
             evaluator = _evaluator(options, ranks)
+            tally.versions = evaluator.versions
             evaluator.prepare(scenario.world)
             observer.example(0, 1, scenario.world, scenario, 0.0)
-            first = evaluator.closely(scenario, evaluator.evaluate(scenario))
+            first = evaluator.evaluate(scenario)
+            if thorough:
+                first = evaluator.closely(scenario, first)
             _require_hit(scenario, first)
             tally.add(scenario, first)
+            if recorder is not None:
+                recorder.judged(0, scenario, first)
             runs: Runs = evaluator
             if case.relation is not None:
                 runs = RelatedEvaluator(evaluator, case.relation, tier)
@@ -197,7 +229,10 @@ def replay_case(
                 tally.checks[Property.INVARIANCE.value] += seen.compared
             if first.conclusion is Conclusion.VIOLATED:
                 found = Found(scenario, first, case.relation)
-            evaluation = first if first.hung else repeated(runs, scenario, first, tally.checks)
+                if recorder is not None:
+                    recorder.violated(found)
+            times = None if thorough else 1
+            evaluation = first if first.hung else repeated(runs, scenario, first, tally.checks, times=times)
             if evaluation.conclusion is Conclusion.VIOLATED:
                 found = Found(scenario, evaluation, case.relation)  # should the next line be interrupted
                 evaluation = runs.attributed(scenario, evaluation)
@@ -210,11 +245,11 @@ def replay_case(
         reason = without_traceback(str(error))
     except KeyboardInterrupt:
         interrupted = True
-    return result_of(options, tally, found, reason, interrupted, replayed=(case, path))
+    return result_of(options, tally, found, reason, interrupted, replayed=None if path is None else (case, path))
 
 
 def _ranks(options: CampaignOptions, pool: Pool | None, lanes: int = 1) -> AbstractContextManager[Pool]:
-    return start_pool(options.backend, lanes) if pool is None else nullcontext(pool)
+    return start_pool(options.backend, lanes, options.device) if pool is None else nullcontext(pool)
 
 
 def _evaluator(options: CampaignOptions, ranks: Pool) -> Evaluator:
@@ -250,8 +285,11 @@ class _OtherTier:
         if self._evaluator is None:
             options = self._options
             backend = "gloo" if options.backend == "sim" else "sim"
+            device = options.device or default_device(options.backend)  # it is the tier that differs
             try:
-                pool = self._stack.enter_context(start_pool(backend)) if self._given is None else self._given()
+                pool = (
+                    self._stack.enter_context(start_pool(backend, 1, device)) if self._given is None else self._given()
+                )
             except PoolError as error:
                 raise UndecidedError(str(error)) from error
             self._evaluator = _evaluator(options, pool)
@@ -417,7 +455,9 @@ class _Search:
         self.num_exact = self.num_related = 0
         self.num_repeated = 0
         self.related_at = 0
-        self.explainer = Explainer(observer, evaluator, tally.checks, shrink_s=options.shrink_s)
+        self.recorder = observer if isinstance(observer, Recorder) else None
+        self.better = None if self.recorder is None else self.recorder.violated
+        self.explainer = Explainer(observer, evaluator, tally.checks, shrink_s=options.shrink_s, better=self.better)
         self.pace = Pace(evaluator.lanes)
         self.last: dict[int, Scenario] = {}  # world -> the scenario its ranks ran last
         self.began_s = tally.elapsed  # the ranks are there
@@ -450,6 +490,8 @@ class _Search:
         self.last[scenario.world] = scenario
         _require_hit(scenario, evaluation)
         self.tally.add(scenario, evaluation)
+        if self.recorder is not None:
+            self.recorder.judged(index, scenario, evaluation)
         self.pace.ran(cost(scenario), evaluation.seconds)
         if evaluation.conclusion is Conclusion.HOLDS and self._to_be_repeated(index, scenario):
             settling = 2 if self.evaluator.lanes > 1 else 1
@@ -494,7 +536,9 @@ class _Search:
 
     def _explain_related(self, scenario: Scenario, runs: RelatedEvaluator, seen: Related) -> Found:
         checks, shrink_s = self.tally.checks, self.options.shrink_s
-        self.explainer = Explainer(self.observer, runs, checks, shrink_s=shrink_s, relation=runs.reference)
+        self.explainer = Explainer(
+            self.observer, runs, checks, shrink_s=shrink_s, better=self.better, relation=runs.reference
+        )
         smaller = self._smaller(scenario)
         found = self.explainer.explain(scenario, seen.evaluation, smaller, limit_s=self._seconds_left())
         other = runs.other(found.scenario)
@@ -515,7 +559,10 @@ class _Search:
             evaluation = self.evaluator.crashed_when_idle(world)
             if evaluation is not None:
                 self._seen()
-                return Found(scenario, evaluation)
+                found = Found(scenario, evaluation)
+                if self.better is not None:
+                    self.better(found)
+                return found
         return None
 
     def _seen(self) -> None:
@@ -630,20 +677,35 @@ def result_of(
         margin=tally.margin,
         changed=dict(tally.changed),
         recycled=tuple(tally.recycled),
-        versions=results.versions(),
+        device=options.device or default_device(options.backend),
+        versions={**results.versions(), **tally.versions},
         failure=None if found is None else saved_failure(options, found, replayed),
         found_after=tally.found_after,
         reason=reason,
         interrupted=interrupted,
+        verb="verify" if replayed is None else "replay",
+    )
+
+
+def failure_of(found: Found) -> Failure:
+    """A violation for people and programs, of which no case is saved."""
+    divergence, evaluation = found.evaluation.divergence, found.evaluation
+    if divergence is None:
+        raise ValueError("a violation without a divergence")
+    return Failure(
+        **divergence.summary(),
+        scenario=describe(found.scenario),
+        output=evaluation.output or None,
+        ranks=evaluation.accounts or None,
+        cut_short=found.cut_short,
+        evidence=evidence_of(found.scenario, divergence, evaluation.observations, evaluation.places),
     )
 
 
 def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.Case, Path] | None = None) -> Failure:
-    """A violation for people and programs; its case is saved, unless it came out of a file."""
-    divergence = found.evaluation.divergence
-    if divergence is None:
-        raise ValueError("a violation without a divergence")
-    summary = divergence.summary()
+    """The same; its case is saved, unless it came out of a file."""
+    failure, divergence = failure_of(found), found.evaluation.divergence
+    summary = {} if divergence is None else divergence.summary()
     subject = codec.SubjectReference(
         options.subject.given, options.subject.absolute, options.subject.args, options.subject.config
     )
@@ -658,12 +720,9 @@ def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.
         except (OSError, ValueError) as error:
             note += f" (the case could not be saved: {error})"
     name_subject = named != subject or not is_local(options.subject)
-    return Failure(
-        **{**summary, "message": divergence.message + note},
-        scenario=describe(found.scenario),
-        output=found.evaluation.output or None,
-        ranks=found.evaluation.accounts or None,
-        cut_short=found.cut_short,
+    return msgspec.structs.replace(
+        failure,
+        message=f"{failure.message}{note}",
         case=None if path is None else os.fspath(path),
         test=_test(
             options, replayed[0] if replayed is not None else codec.Case(found.scenario, relation=found.relation), path
@@ -674,6 +733,8 @@ def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.
 
 def _test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str | None:
     given: dict[str, object] = {"backend": options.backend}
+    if options.device not in (None, default_device(options.backend)):
+        given["device"] = options.device
     if options.order != DEFAULT_ORDER:
         given["order"] = options.order
     if options.schedule != DEFAULT_SCHEDULE:
@@ -697,6 +758,8 @@ def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool)
         words += ["--stall", f"{options.stall_s:g}"]
     if options.backend != "gloo":
         words += ["--backend", options.backend]
+    if options.device is not None and options.device != default_device(options.backend):
+        words += ["--device", options.device]
     if options.order != DEFAULT_ORDER:
         words += ["--order", options.order]
     if options.schedule != DEFAULT_SCHEDULE:

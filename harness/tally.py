@@ -28,6 +28,7 @@ class Tally:
         recycled: why ranks were replaced.
         margin: the largest error in terms of its bound; None when nothing was held against a bound.
         system, extension: what kind of system the subject is, and what it takes beyond the contract's space.
+        versions: of what the ranks compute with, beside what the waiting process knows.
         found_after: when a campaign first saw the violation that ends it.
     """
 
@@ -44,6 +45,7 @@ class Tally:
     margin: float | None = None
     system: System = "zero_master"
     extension: Extension = CONTRACT
+    versions: dict[str, str] = field(default_factory=dict)
     found_after: FoundAfter | None = None
 
     @property

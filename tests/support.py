@@ -63,12 +63,13 @@ class Silent:
 
 
 class Campaigns:
-    """Runs campaigns and replays on one pool, of ``backend``; failing cases go to ``report``."""
+    """Runs campaigns and replays on one pool, of ``backend`` and ``device``; failing cases go to ``report``."""
 
-    def __init__(self, pool: Pool, report: Path, backend: str = "gloo") -> None:
+    def __init__(self, pool: Pool, report: Path, backend: str = "gloo", device: str | None = None) -> None:
         self.pool = pool
         self.report = report
         self.backend = backend
+        self.device = device
 
     def run(
         self,
@@ -106,6 +107,7 @@ class Campaigns:
             subject=subject(name, args),
             worlds=worlds,
             backend=self.backend,
+            device=self.device,
             seed=seed,
             examples=examples,
             seconds=None,

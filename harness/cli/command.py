@@ -14,6 +14,7 @@ import click
 
 import harness
 from harness import ending, inputs
+from harness.cli import launched
 from harness.cli.bench import bench
 from harness.cli.doctor import doctor
 from harness.cli.fuzz import fuzz
@@ -21,12 +22,14 @@ from harness.cli.listing import list_
 from harness.cli.museum import museum
 from harness.cli.options import EXIT_CODES
 from harness.cli.replay import replay
+from harness.cli.report import report
 from harness.cli.running import complain
 from harness.cli.soak import soak
 from harness.cli.strategies import strategies
 from harness.cli.train import train
 from harness.cli.verify import verify
 from harness.errors import UsageError
+from harness.launch import torchrun
 from harness.report import result as results
 
 
@@ -34,9 +37,25 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run one command line (default: ``sys.argv``) and return its exit code. Never raises, never exits."""
     with ending.interruptible(), ending.unbreakable_streams():
         try:
-            return _run(sys.argv[1:] if args is None else args)
+            return _as_launched(sys.argv[1:] if args is None else args)
         except KeyboardInterrupt:
             return complain("interrupted", results.EXIT_INTERRUPTED)
+
+
+def _as_launched(args: Sequence[str]) -> int:
+    """Run a command line, or under torchrun, in all processes but the first, do what that one says."""
+    try:
+        launch = torchrun.launched()
+    except UsageError as error:
+        return complain(f"error: {error}", results.EXIT_USAGE) if launched.speaks() else results.EXIT_USAGE
+    if launch is not None and launch.rank != 0:
+        return launched.follow(launch, args)
+    try:
+        launched.refuse_again(launch)
+        with launched.leading(launch, args):
+            return _run(args)
+    except UsageError as error:
+        return complain(f"error: {error}", results.EXIT_USAGE)
 
 
 def _run(args: Sequence[str]) -> int:
@@ -76,6 +95,6 @@ def cli(context: click.Context) -> None:
     inputs.check_current_directory()
 
 
-VERBS: tuple[click.Command, ...] = (verify, replay, fuzz, train, doctor, museum, strategies, soak, bench, list_)
+VERBS: tuple[click.Command, ...] = (verify, replay, fuzz, train, doctor, museum, strategies, soak, bench, report, list_)
 for verb in VERBS:
     cli.add_command(verb)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import click
 
 from harness import inputs
-from harness.capacity import check_ranks
 from harness.cli.options import json_option
 from harness.cli.running import deliver, streams
+from harness.launch.process import DEVICES
 
 DOCTOR_EXAMPLES = """\b
 Examples:
   zero2-harness doctor
   zero2-harness doctor --world 3 --json doctor.json
+  zero2-harness doctor --device cuda
+  zero2-harness doctor --backend nccl --world 2,4
 """
 
 DOCTOR_EXIT_CODES = """\b
@@ -34,13 +36,21 @@ Exit codes:
     metavar="W[,W...]",
     help="Numbers of ranks at which collectives are examined.",
 )
-@click.option("--backend", type=click.Choice(["gloo"]), default="gloo", show_default=True, help="Whose collectives.")
+@click.option(
+    "--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True, help="Whose collectives."
+)
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    help="Where the ranks compute (default: cuda with --backend nccl, else cpu). With gloo, cuda needs one GPU.",
+)
 @json_option
-def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> int:
+def doctor(*, worlds: tuple[int, ...], backend: str, device: str | None, json_path: str | None) -> int:
     """Measure what this machine promises of what the harness relies on.
 
     Versions, cores, memory, loopback; the order in which sums are added, and how well the harness's rule predicts it;
-    AVG; AdamW on a flat vector against its pieces; rounding, nan, subnormals; strided views; repeats.
+    AVG; AdamW on a flat vector against its pieces, and on a GPU against the CPU; rounding, nan, subnormals; strided
+    views; repeats.
 
     \b
     Each finding says what was measured, what that means for you, and one of:
@@ -54,10 +64,11 @@ def doctor(*, worlds: tuple[int, ...], backend: str, json_path: str | None) -> i
     from harness.doctor.examination import run_doctor
 
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    check_ranks(worlds)
+    device = inputs.chosen_device(backend, device)
+    inputs.check_backend(backend, worlds, device)
     with streams(output) as (out, _):
         with show.FindingsReport(out) as report:
-            result = run_doctor(worlds, report)
+            result = run_doctor(worlds, report, backend, device)
         code = deliver(output, result, result.exit_code)
         show.print_result(out, result)
         return code

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from harness import inputs
 from harness.capacity import worker_processes
-from harness.cli.options import EXIT_CODES, config_option, json_option, stall_option, subject_options, timeout_option
+from harness.cli.options import (
+    EXIT_CODES,
+    config_option,
+    events_option,
+    json_option,
+    stall_option,
+    subject_options,
+    timeout_option,
+)
 from harness.cli.running import deliver, result_of, streams, subject_of
 from harness.errors import UsageError
+from harness.recording import FuzzRecording, concluded, kept, open_log
 from harness.report.console import print_result
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_MINUTES = 10.0
 
@@ -96,6 +101,7 @@ Examples:
 )
 @click.option("--report", metavar="DIR", help="Where failing cases are saved (default: in the campaign's directory).")
 @json_option
+@events_option
 @timeout_option
 @stall_option
 def fuzz(
@@ -116,6 +122,7 @@ def fuzz(
     merge: tuple[str, ...],
     report: str | None,
     json_path: str | None,
+    events_path: str | None,
     timeout: float | None,
     stall: float | None,
 ) -> int:
@@ -136,6 +143,7 @@ def fuzz(
     asked = hypothesis_seed if seed is None else seed
     inputs.check_backend(backend, worlds)
     num_workers = worker_processes(backend, worlds, workers)
+    inputs.check_apart([("--json", json_path), ("--events", events_path)], [("--config", config_path)])
     output = None if json_path is None else inputs.JsonOutput(json_path)
     cases = None if report is None else inputs.prepare_report(report)
 
@@ -168,8 +176,14 @@ def fuzz(
         keep_going=keep_going,
         merge=tuple(Path(each) for each in merge),
     )
-    with streams(output) as (text, errors):
-        result = result_of(show.FuzzProgress(errors), functools.partial(run_fuzz, options), campaign)
+    log = open_log(events_path)
+    with streams(output) as (text, errors), kept(log):
+        shown, run = show.FuzzProgress(errors), functools.partial(run_fuzz, options)
+        if log is None:
+            result = result_of(shown, run, campaign, "fuzz")
+        else:
+            result = result_of(FuzzRecording(shown, log, options), run, campaign, "fuzz")
         code = deliver(output, result, result.exit_code)
+        concluded(log, result, code)
         print_result(text, result)
         return code

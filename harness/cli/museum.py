@@ -9,9 +9,10 @@ import click
 
 from harness import inputs
 from harness.capacity import worker_processes
-from harness.cli.options import json_option, seed_option
+from harness.cli.options import events_option, json_option, seed_option
 from harness.cli.running import deliver, streams
 from harness.errors import UsageError
+from harness.recording import MuseumRecording, concluded, kept, open_log
 from harness.report import result as results
 from harness.report.console import TextConsole
 
@@ -101,6 +102,7 @@ Exit codes:
 @seed_option
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @json_option
+@events_option
 def museum(
     *,
     plants: tuple[str, ...],
@@ -115,6 +117,7 @@ def museum(
     seed: int | None,
     report: str | None,
     json_path: str | None,
+    events_path: str | None,
 ) -> int:
     """Score the harness: a campaign over every planted bug, and over classes that are right in another way.
 
@@ -125,8 +128,10 @@ def museum(
     at most 100 scenarios of it, and a violation is a false alarm. `replay` runs any case that was saved.
     """
     if shown or listed:
-        if plants or json_path is not None:
-            raise UsageError("--show and --list run nothing: give neither --plant nor --json (`list --json` has all)")
+        if plants or json_path is not None or events_path is not None:
+            raise UsageError(
+                "--show and --list run nothing: give neither --plant nor --json nor --events (`list --json` has all)"
+            )
         return _museum_lookup(shown, listed, system)
     from harness.museum import show
     from harness.museum.campaign import WORLDS, MuseumOptions, run_museum
@@ -144,14 +149,18 @@ def museum(
         backend=backend,
         seconds_per_plant=seconds_per_plant,
     )
+    inputs.check_apart([("--json", json_path), ("--events", events_path)])
     output = None if json_path is None else inputs.JsonOutput(json_path)
-    with streams(output) as (out, errors):
+    log = open_log(events_path)
+    with streams(output) as (out, errors), kept(log):
         TextConsole(out).say(f"seed {options.seed}")
         if chosen.simulated_only:
             TextConsole(errors).say(show.left_to_sim(len(chosen.simulated_only)))
-        with show.MuseumProgress(errors) as progress:
+        display = show.MuseumProgress(errors)
+        with display if log is None else MuseumRecording(display, log, options) as progress:
             result = run_museum(options, progress)
         code = deliver(output, result, result.exit_code)
+        concluded(log, result, code)
         show.print_result(out, result)
         return code
 

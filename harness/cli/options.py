@@ -7,6 +7,7 @@ from collections.abc import Callable
 import click
 
 from harness import inputs
+from harness.launch.process import DEVICES
 from harness.sim.choices import Schedule, SumOrder
 
 DEFAULT_SUBJECT = "zero2"
@@ -38,7 +39,13 @@ def subject_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def backend_options(command: Callable[..., int]) -> Callable[..., int]:
-    """``--backend``, and with it how simulated worlds run."""
+    """``--backend``, and with it where tensors lie and how simulated worlds run."""
+    command = click.option(
+        "--device",
+        type=click.Choice(DEVICES),
+        help="Where the ranks keep their tensors (default: cuda with --backend nccl, else cpu). With gloo or sim, cuda "
+        "needs one GPU, which ranks share; ranks on the cpu see none.",
+    )(command)
     command = click.option(
         "--schedule",
         type=click.Choice([each.value for each in Schedule]),
@@ -72,6 +79,12 @@ json_option = click.option(
     "json_path",
     metavar="FILE|-",
     help="Write the result as JSON; with -, stdout holds the JSON alone and all else goes to stderr.",
+)
+events_option = click.option(
+    "--events",
+    "events_path",
+    metavar="FILE",
+    help="Keep a log of the run, one JSON object a line, written as things happen; `report` renders it.",
 )
 timeout_option = click.option(
     "--timeout",

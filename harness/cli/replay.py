@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from harness import inputs
+from harness.cli.launched import ranks_given, start_pool
 from harness.cli.options import (
     EXIT_CODES,
     backend_options,
     config_option,
+    events_option,
     json_option,
     stall_option,
     subject_options,
@@ -19,15 +21,17 @@ from harness.cli.options import (
 )
 from harness.cli.running import case_subject, configured, judge
 from harness.errors import one_line
+from harness.recording import open_log
 from harness.report.console import describe
 
 if TYPE_CHECKING:
-    pass
+    from harness.report.result import Result
 
 REPLAY_EXAMPLES = """\b
 Examples:
   zero2-harness replay zero2-harness-cases/case.json
   zero2-harness replay zero2-harness-cases/case.json --subject ./fixed.py:Zero2
+  torchrun --nproc-per-node=3 -m harness replay zero2-harness-cases/case.json
 """
 
 
@@ -37,6 +41,7 @@ Examples:
 @config_option
 @backend_options
 @json_option
+@events_option
 @timeout_option
 @stall_option
 def replay(
@@ -46,9 +51,11 @@ def replay(
     subject_args: tuple[str, ...],
     config_path: str | None,
     backend: str,
+    device: str | None,
     order: str | None,
     schedule: str | None,
     json_path: str | None,
+    events_path: str | None,
     timeout: float | None,
     stall: float | None,
 ) -> int:
@@ -61,16 +68,23 @@ def replay(
     case = codec.load(Path(file))
     source = case_subject(file, case.subject, subject, inputs.subject_arguments(subject_args))
     source = source if config_path is None else configured(source, config_path)
+    inputs.check_apart(
+        [("--json", json_path), ("--events", events_path)], [("the case", file), ("--config", config_path)]
+    )
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_choices(backend, order, schedule)
-    inputs.check_backend(backend, (case.scenario.world,))
+    launch = ranks_given(backend, (case.scenario.world,), f"{file}, a case of world")
+    device = inputs.chosen_device(backend, device)
+    inputs.check_backend(backend, (case.scenario.world if launch is None else launch.local_world,), device)
+    log = open_log(events_path)
 
-    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
+    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, Observer, replay_case
 
     options = CampaignOptions(
         subject=source,
         worlds=(case.scenario.world,),
         backend=backend,
+        device=device,
         seed=case.scenario.seed,
         examples=1,
         seconds=None,
@@ -82,10 +96,18 @@ def replay(
         order=order or DEFAULT_ORDER,
         schedule=schedule or DEFAULT_SCHEDULE,
     )
+
+    def run(observer: Observer) -> Result:
+        if launch is None:
+            return replay_case(case, Path(file), options, observer)
+        with start_pool(launch, backend, device) as pool:
+            return replay_case(case, Path(file), options, observer, pool)
+
     return judge(
-        lambda observer: replay_case(case, Path(file), options, observer),
+        run,
         options,
         output,
         first=one_line(f"replaying {file} on {options.subject.given}: {describe(case.scenario)}"),
+        log=log,
         campaign=False,
     )

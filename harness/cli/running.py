@@ -11,10 +11,14 @@ from typing import IO, TYPE_CHECKING, TypeVar
 
 from harness import ending, inputs
 from harness.cli.options import DEFAULT_SUBJECT
-from harness.errors import UsageError
+from harness.errors import UsageError, one_line
+from harness.launch.process import default_device
+from harness.launch.torchrun import leave_word
+from harness.recording import CampaignRecording, concluded, kept
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, print_result
-from harness.report.result import Examples, Result
+from harness.report.events import EventLog
+from harness.report.result import Examples, Result, Verb
 from harness.scenario.model import Parameter
 
 if TYPE_CHECKING:
@@ -26,23 +30,35 @@ T = TypeVar("T")
 
 
 def judge(
-    run: Callable[[ProgressReport], Result],
+    run: Callable[[ProgressReport | CampaignRecording], Result],
     options: CampaignOptions,
     output: inputs.JsonOutput | None,
     *,
     first: str,
     campaign: bool,
+    log: EventLog | None = None,
 ) -> int:
     """Run a campaign, or the replay of one case: show progress, write the result and print it; the exit code."""
-    with streams(output) as (text, errors):
+    verb: Verb = "verify" if campaign else "replay"
+    with streams(output) as (text, errors), kept(log):
         TextConsole(text).say(first)
-        result = result_of(ProgressReport(errors), run, options)
+        shown = ProgressReport(errors)
+        if log is None:
+            result = result_of(shown, run, options, verb)
+        else:
+            result = result_of(CampaignRecording(shown, log, verb, options), run, options, verb)
+        if result.verdict != "holds":
+            why = result.reason if result.failure is None else result.failure.message
+            leave_word(one_line(f"{result.verdict}: {why or 'interrupted'}"))
         code = deliver(output, result, result.exit_code)
+        concluded(log, result, code)
         print_result(text, result, campaign=campaign)
         return code
 
 
-def result_of(shown: AbstractContextManager[T], run: Callable[[T], Result], options: CampaignOptions) -> Result:
+def result_of(
+    shown: AbstractContextManager[T], run: Callable[[T], Result], options: CampaignOptions, verb: Verb
+) -> Result:
     """What ``run`` gives, with its progress shown; whatever happens there, there is a result."""
     began = time.monotonic()
     try:
@@ -51,9 +67,10 @@ def result_of(shown: AbstractContextManager[T], run: Callable[[T], Result], opti
     except UsageError:
         raise
     except KeyboardInterrupt:
-        return _undecided(options, "interrupted before any result", time.monotonic() - began, interrupted=True)
+        seconds = time.monotonic() - began
+        return _undecided(options, verb, "interrupted before any result", seconds, interrupted=True)
     except Exception as error:  # noqa: BLE001  (an internal error is "unknown", with a result like any other)
-        return _undecided(options, ending.internal_error(error), time.monotonic() - began)
+        return _undecided(options, verb, ending.internal_error(error), time.monotonic() - began)
 
 
 @contextmanager
@@ -74,11 +91,14 @@ def deliver(output: inputs.JsonOutput | None, result: object, code: int) -> int:
     return code
 
 
-def _undecided(options: CampaignOptions, reason: str, seconds: float, *, interrupted: bool = False) -> Result:
+def _undecided(
+    options: CampaignOptions, verb: Verb, reason: str, seconds: float, *, interrupted: bool = False
+) -> Result:
     return Result(
         verdict="unknown",
         subject=options.subject.given,
         backend=options.backend,
+        device=options.device or default_device(options.backend),
         order=options.order if options.backend == "sim" else None,
         schedule=options.schedule if options.backend == "sim" else None,
         worlds=options.worlds,
@@ -89,6 +109,7 @@ def _undecided(options: CampaignOptions, reason: str, seconds: float, *, interru
         versions=results.versions(),
         reason=reason,
         interrupted=interrupted,
+        verb=verb,
     )
 
 
@@ -152,6 +173,8 @@ def case_subject(
 
 
 def complain(message: str, code: int) -> int:
-    """One line on stderr; returns ``code``."""
+    """One line on stderr, and where a launcher reads it; returns ``code``."""
+    if code:
+        leave_word(message)
     TextConsole(sys.stderr).say(" ".join(message.splitlines()))
     return code

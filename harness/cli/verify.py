@@ -6,12 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from harness import inputs
+from harness.cli.launched import ranks_given, start_pool
 from harness.cli.options import (
     EXIT_CODES,
     backend_options,
     config_option,
+    events_option,
     json_option,
     seed_option,
     stall_option,
@@ -20,10 +23,11 @@ from harness.cli.options import (
 )
 from harness.cli.running import judge, parameters_of, subject_of
 from harness.errors import UsageError
+from harness.recording import open_log
 from harness.scenario.model import MAX_ELEMENTS
 
 if TYPE_CHECKING:
-    pass
+    from harness.report.result import Result
 
 DEFAULT_EXAMPLES = 300
 PRESET_EXAMPLES = 3
@@ -34,7 +38,9 @@ Examples:
   zero2-harness verify --subject my_trainer.optim:Zero2 --world 1,2,3,4
   zero2-harness verify --subject ./zero2.py:Zero2 --subject-arg overlap=true --seconds 60
   zero2-harness verify --backend sim --world 2,3,4,8 --examples 1000
+  zero2-harness verify --backend nccl --world 1,2,4
   zero2-harness verify --preset gpt2 --world 2 --json result.json
+  torchrun --nproc-per-node=4 -m harness verify --examples 100
 """
 
 
@@ -78,6 +84,7 @@ Examples:
 )
 @click.option("--report", metavar="DIR", help=f"Where failing cases are saved (default: ./{inputs.DEFAULT_REPORT}/).")
 @json_option
+@events_option
 @timeout_option
 @stall_option
 def verify(
@@ -87,6 +94,7 @@ def verify(
     config_path: str | None,
     worlds: tuple[int, ...],
     backend: str,
+    device: str | None,
     order: str | None,
     schedule: str | None,
     examples: int | None,
@@ -97,6 +105,7 @@ def verify(
     bucket: int | None,
     report: str | None,
     json_path: str | None,
+    events_path: str | None,
     timeout: float | None,
     stall: float | None,
 ) -> int:
@@ -105,26 +114,36 @@ def verify(
     Each scenario is run by real processes (with --backend sim: by the threads of one), compared at every stage with an
     unsharded trainer, and judged bitwise.
     The first failure is shrunk to its smallest form and saved as a case that `replay` runs again.
+    Under torchrun, on one machine or several, each launched process looks after one rank, and the first one reports.
     """
 
+    asked = click.get_current_context().get_parameter_source("worlds") is not ParameterSource.DEFAULT
+    launch = ranks_given(backend, worlds if asked else None, "--world")
+    worlds = worlds if launch is None else (launch.world,)
     if preset is not None and params is not None:
         raise UsageError("--preset and --params: give one of them")
     source = subject_of(subject, subject_args, config_path)
     parameters = parameters_of(preset, params)
     directory = inputs.prepare_report(report)
+    inputs.check_apart(
+        [("--json", json_path), ("--events", events_path)], [("--params", params), ("--config", config_path)]
+    )
     output = None if json_path is None else inputs.JsonOutput(json_path)
     inputs.check_choices(backend, order, schedule)
-    inputs.check_backend(backend, worlds)
+    device = inputs.chosen_device(backend, device)
+    inputs.check_backend(backend, worlds if launch is None else (launch.local_world,), device)
+    log = open_log(events_path)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
     # Only now: it loads Hypothesis, and a typing error should not wait for that.
-    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, run_campaign
+    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, Observer, run_campaign
 
     options = CampaignOptions(
         subject=source,
         worlds=worlds,
         backend=backend,
+        device=device,
         seed=inputs.random_seed() if seed is None else seed,
         examples=examples or (DEFAULT_EXAMPLES if parameters is None else PRESET_EXAMPLES),
         seconds=seconds,
@@ -136,10 +155,18 @@ def verify(
         order=order or DEFAULT_ORDER,
         schedule=schedule or DEFAULT_SCHEDULE,
     )
+
+    def run(observer: Observer) -> Result:
+        if launch is None:
+            return run_campaign(options, observer)
+        with start_pool(launch, backend, device) as pool:
+            return run_campaign(options, observer, pool)
+
     return judge(
-        lambda observer: run_campaign(options, observer),
+        run,
         options,
         output,
         first=f"seed {options.seed}",
+        log=log,
         campaign=True,
     )

@@ -43,12 +43,13 @@ from harness.doctor.messages import (
     encode,
 )
 from harness.launch.pool import Outcome, PoolError, RankEnd, RankPool
+from harness.launch.process import default_device
 from harness.report.result import versions
 
 HANDLER = "harness.doctor.ranks:start"
-BACKEND = "gloo"
 # Far more than a quiet machine needs, so that a busy one is not called broken.
 JOIN_TIMEOUT_S = 45.0
+CUDA_JOIN_TIMEOUT_S = 120.0  # each rank imports torch, and makes a context on its GPU
 TASK_TIMEOUT_S = 60.0
 STRIDED_TIMEOUT_S = 20.0
 # Any would do. With this one fused AdamW depends on position in 128 of 128 cases (AVX2, AVX512; in none without).
@@ -72,8 +73,14 @@ class Observer(Protocol):
         """One more finding."""
 
 
-def run_doctor(worlds: Sequence[int], observer: Observer) -> DoctorResult:
-    """Examine the machine, and these worlds; Ctrl-C leaves the findings made so far."""
+def run_doctor(
+    worlds: Sequence[int], observer: Observer, backend: str = "gloo", device: str | None = None
+) -> DoctorResult:
+    """Examine the machine, and these worlds; Ctrl-C leaves the findings made so far.
+
+    ``device``: where ranks compute, ``"cpu"`` or ``"cuda"``; None: as goes with the backend.
+    """
+    device = device or default_device(backend)
     began = time.monotonic()
     findings: list[Finding] = []
     interrupted = False
@@ -88,16 +95,21 @@ def run_doctor(worlds: Sequence[int], observer: Observer) -> DoctorResult:
         observer.measuring("starting ranks")
         try:
             with RankPool(
-                HANDLER, backend=BACKEND, preload=("harness.doctor.ranks",), join_timeout_s=JOIN_TIMEOUT_S
+                HANDLER,
+                backend=backend,
+                device=device,
+                preload=("harness.doctor.ranks",),
+                join_timeout_s=JOIN_TIMEOUT_S if device == "cpu" else CUDA_JOIN_TIMEOUT_S,
             ) as pool:
-                Examination(pool, worlds, observer, add).run()
+                Examination(pool, worlds, observer, add, backend, device).run()
         except (PoolError, OSError) as error:
             add(cannot_start(str(error)))
     except KeyboardInterrupt:
         interrupted = True
     return DoctorResult(
         verdict=overall(findings, interrupted=interrupted),
-        backend=BACKEND,
+        backend=backend,
+        device=device,
         worlds=tuple(worlds),
         seconds=time.monotonic() - began,
         findings=tuple(findings),
@@ -143,8 +155,15 @@ class Examination:
     """The measurements that need ranks. A world that failed once is not asked again: each wait may be long."""
 
     def __init__(
-        self, pool: RankPool, worlds: Sequence[int], observer: Observer, add: Callable[[Finding], None]
+        self,
+        pool: RankPool,
+        worlds: Sequence[int],
+        observer: Observer,
+        add: Callable[[Finding], None],
+        backend: str = "gloo",
+        device: str = "cpu",
     ) -> None:
+        self._backend, self._device = backend, device
         self._pool = pool
         self._worlds = tuple(worlds)
         self._observer = observer
@@ -161,7 +180,8 @@ class Examination:
         self._one("torch", described, lambda found: readings.read_torch(found, installed))
         self._collectives()
         self._numerics()
-        self._products()
+        if self._device == "cpu":  # on a GPU the harness never takes two products for equal
+            self._products()
         # Last: it leaves each group in doubt.
         strided = self._ask("strided views", MeasureStrided(), StridedReport, timeout_s=STRIDED_TIMEOUT_S)
         self._add(over_worlds("strided views", *strided, readings.read_strided, relied_on=False))
@@ -184,10 +204,11 @@ class Examination:
             orders.update(answered)
             missing.update(unanswered)
             if world in answered:
-                self._add(readings.read_order(world, answered[world]))
+                self._add(readings.read_order(world, answered[world], self._backend))
             else:
                 self._add(unmeasured(name, unanswered[world], relied_on=True))
-        self._add(over_worlds("sums", orders, missing, readings.read_sums, relied_on=True))
+        read_sums = partial(readings.read_sums, backend=self._backend)
+        self._add(over_worlds("sums", orders, missing, read_sums, relied_on=True))
         repeats = self._ask("repeats", MeasureRepeats(_NUM_REPEATS, SEED), RepeatsReport)
         self._add(over_worlds("repeats", *repeats, readings.read_repeats, relied_on=True))
         self._add(over_worlds("forward, backward", *repeats, readings.read_passes, relied_on=True))
@@ -204,6 +225,8 @@ class Examination:
                 relied_on=mode != readings.FUSED,
             )
         self._one("AdamW modes", adamw, readings.read_adamw_agreement)
+        if self._device != "cpu":
+            self._one("AdamW on CPU and GPU", adamw, readings.read_adamw_on_cpu, relied_on=False)
         rounding = self._ask_one("rounding", MeasureRounding(_NUM_RANDOM_PATTERNS, SEED), RoundingReport)
         self._one("rounding to bf16", rounding, readings.read_rounding)
         specials, missing = self._ask("subnormal sums", MeasureSpecials(), SpecialsReport)

@@ -58,6 +58,7 @@ class DoctorResult(Struct, frozen=True, kw_only=True):
     seconds: float
     findings: tuple[Finding, ...]
     versions: dict[str, str]
+    device: str = "cpu"
     interrupted: bool = False
     schema: int = SCHEMA
 

@@ -91,7 +91,10 @@ Task: TypeAlias = (
 
 
 class Description(Struct, frozen=True, tag=True, kw_only=True):
-    """Of the torch in a rank; ``threads`` are what a rank computes with."""
+    """Of the torch in a rank; ``threads`` are what a rank computes with, ``gpus`` those that it sees (on the CPU none).
+
+    ``versions``: see :mod:`harness.drive.accelerator`.
+    """
 
     torch: str
     numpy: str
@@ -100,6 +103,7 @@ class Description(Struct, frozen=True, tag=True, kw_only=True):
     gpus: int
     cpu_capability: str
     threads: int
+    versions: dict[str, str] = {}
 
 
 class ModeReport(Struct, frozen=True, kw_only=True):
@@ -123,13 +127,29 @@ class ModeReport(Struct, frozen=True, kw_only=True):
 
 
 class AdamWReport(Struct, frozen=True, tag=True, kw_only=True):
-    """Over ``elements`` elements in ``cases`` cases; ``modes`` by their keyword argument, as ``"foreach=True"``."""
+    """Over ``elements`` elements in ``cases`` cases; ``modes`` by their keyword argument, as ``"foreach=True"``.
+
+    ``on_cpu``: of a GPU how it compares with the CPU; of the CPU itself None.
+    """
 
     cases: int
     elements: int
     steps: int
     special_elements: int
     modes: dict[str, ModeReport]
+    on_cpu: CpuReport | None = None
+
+
+class CpuReport(Struct, frozen=True, kw_only=True):
+    """AdamW with ``foreach=False`` on a GPU against the same on the CPU: elements that differ, in ``cases`` cases.
+
+    ``special_differing``: on gradients with inf, nan, 3e38 and subnormals.
+    """
+
+    differing: int = 0
+    cases: int = 0
+    largest: float = 0.0
+    special_differing: int = 0
 
 
 class RoundingReport(Struct, frozen=True, tag=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from harness.doctor.messages import (
     AdamWReport,
+    CpuReport,
     Description,
     MeasureAdamW,
     MeasureRounding,
@@ -20,7 +22,9 @@ from harness.doctor.messages import (
     RoundingReport,
     SubnormalReport,
 )
+from harness.drive import accelerator
 from harness.errors import exception_text, one_line
+from harness.launch.rank import RankContext
 from harness.oracles import order
 from harness.oracles.compare import compare_bits
 
@@ -30,6 +34,7 @@ MODES: dict[str, dict[str, bool]] = {
     "fused=True": {"fused": True},
 }
 _STEPS = 3
+_CPU = torch.device("cpu")
 _SHORTEST, _LONGEST = 50_000, 80_000  # elements of one case
 _SPECIAL_ELEMENTS = 20_000
 _SPECIAL_GRADIENTS = (float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-40, -1e-45, 1.2e-38, 0.0, -0.0)
@@ -43,7 +48,7 @@ _NUM_SUBNORMALS = 1_021
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
-def describe() -> Description:
+def describe(context: RankContext) -> Description:
     """The torch of this rank."""
     return Description(
         torch=str(torch.__version__),
@@ -53,6 +58,7 @@ def describe() -> Description:
         gpus=torch.cuda.device_count(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
+        versions=accelerator.versions(context),
     )
 
 
@@ -82,11 +88,17 @@ class _Trained:
         pairs += [(mine, others, False) for mine, others in zip(self.moments, other.moments, strict=True)]
         if all(compare_bits(one, two, signed_zeros=signed).mismatch is None for one, two, signed in pairs):
             return 0
-        found = torch.zeros(self.weights.numel(), dtype=torch.bool)
+        found = torch.zeros(self.weights.numel(), dtype=torch.bool, device=self.weights.device)
         for one, two, signed in pairs:
             unequal = (one.view(torch.int32) != two.view(torch.int32)) & ~(one.isnan() & two.isnan())
             found |= unequal if signed else unequal & (one != two)
         return int(found.sum())
+
+    def on_cpu(self) -> _Trained:
+        """The same there."""
+        other = copy.copy(self)
+        other.weights, other.moments = self.weights.cpu(), [moment.cpu() for moment in self.moments]
+        return other
 
 
 class _Totals:
@@ -98,47 +110,68 @@ class _Totals:
         self.largest = 0.0
         self.error: str | None = None
 
+    def count(self, one: _Trained, other: _Trained) -> None:
+        """One more case: what should be equal."""
+        differing = one.differing(other)
+        self.differing += differing
+        self.cases += differing > 0
+        self.largest = max(self.largest, float((one.weights - other.weights).abs().max()))
+
+    def beside_cpu(self) -> CpuReport:
+        """What was counted of a GPU beside the CPU."""
+        return CpuReport(
+            differing=self.differing,
+            cases=self.cases,
+            largest=self.largest,
+            special_differing=self.special_differing,
+        )
+
     def report(self) -> ModeReport:
         """As it is sent; of a mode that could not be run only the error."""
         return ModeReport(**vars(self)) if self.error is None else ModeReport(error=self.error)
 
 
-def measure_adamw(task: MeasureAdamW) -> AdamWReport:
-    """Random settings, random weights and gradients, random cuts; the same for every mode."""
+def measure_adamw(task: MeasureAdamW, device: torch.device = _CPU) -> AdamWReport:
+    """Random settings, random weights and gradients, random cuts; the same for every mode, and on a GPU for the CPU."""
     totals = {mode: _Totals() for mode in MODES}
+    on_cpu = None if device.type == "cpu" else _Totals()
     num_elements = 0
     for case in range(task.num_cases):
         rng = np.random.Generator(np.random.Philox(key=[task.seed, case]))
         length = int(rng.integers(_SHORTEST, _LONGEST))
         num_elements += length
         gradients = [torch.from_numpy(_wide(rng, length)) for _ in range(_STEPS)]
-        for total, flat, pieces, single in _trained(totals, rng, gradients):
-            differing = flat.differing(pieces)
-            total.differing += differing
-            total.cases += differing > 0
-            total.largest = max(total.largest, float((flat.weights - pieces.weights).abs().max()))
+        for total, flat, pieces, single in _trained(totals, rng, gradients, device):
+            total.count(flat, pieces)
             total.against_single += single.differing(flat)
+        if on_cpu is not None:
+            on_cpu.count(*_on_gpu_and_cpu(task.seed, case, gradients, device))
     rng = np.random.Generator(np.random.Philox(key=[task.seed, 2**32]))
     gradients = [torch.from_numpy(_extreme(rng, _SPECIAL_ELEMENTS)) for _ in range(_STEPS)]
-    for total, flat, pieces, single in _trained(totals, rng, gradients):
+    for total, flat, pieces, single in _trained(totals, rng, gradients, device):
         total.special_differing = flat.differing(pieces)
         total.special_against_single = single.differing(flat)
+    if on_cpu is not None:
+        there, here = _on_gpu_and_cpu(task.seed, 2**32, gradients, device)
+        on_cpu.special_differing = there.differing(here)
     return AdamWReport(
         cases=task.num_cases,
         elements=num_elements,
         steps=_STEPS,
         special_elements=_SPECIAL_ELEMENTS,
         modes={mode: total.report() for mode, total in totals.items()},
+        on_cpu=None if on_cpu is None else on_cpu.beside_cpu(),
     )
 
 
 def _trained(
-    totals: dict[str, _Totals], rng: np.random.Generator, gradients: list[Tensor]
+    totals: dict[str, _Totals], rng: np.random.Generator, gradients: list[Tensor], device: torch.device
 ) -> Iterator[tuple[_Totals, _Trained, _Trained, _Trained]]:
     """For each mode that can be run: its totals, the flat vector, its pieces, and the flat vector of the first mode."""
     length = gradients[0].numel()
     settings, sizes = _settings(rng), _sizes(rng, length)
-    weights = torch.from_numpy(rng.standard_normal(length, np.float32))
+    weights = torch.from_numpy(rng.standard_normal(length, np.float32)).to(device)
+    gradients = [gradient.to(device) for gradient in gradients]
     single: _Trained | None = None
     for mode, total in totals.items():
         if total.error is not None:
@@ -150,6 +183,16 @@ def _trained(
             continue
         single = single or flat
         yield total, flat, pieces, single
+
+
+def _on_gpu_and_cpu(seed: int, case: int, gradients: list[Tensor], device: torch.device) -> tuple[_Trained, _Trained]:
+    """The same flat vector trained on a GPU, brought to the CPU, and trained there."""
+    rng = np.random.Generator(np.random.Philox(key=[seed + 1, case]))
+    settings = _settings(rng)
+    weights = torch.from_numpy(rng.standard_normal(gradients[0].numel(), np.float32))
+    mode = next(iter(MODES))
+    there = _Trained(mode, [weights.to(device)], [[gradient.to(device)] for gradient in gradients], settings)
+    return there.on_cpu(), _Trained(mode, [weights], [[gradient] for gradient in gradients], settings)
 
 
 def _extreme(rng: np.random.Generator, length: int) -> NDArray[np.float32]:
@@ -188,7 +231,7 @@ def _wide(rng: np.random.Generator, length: int) -> NDArray[np.float32]:
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def measure_rounding(task: MeasureRounding) -> RoundingReport:
+def measure_rounding(task: MeasureRounding, device: torch.device = _CPU) -> RoundingReport:
     """fp32 to bf16 against integer arithmetic."""
     rng = np.random.Generator(np.random.Philox(key=[task.seed, 0]))
     highs = np.arange(2**16, dtype=np.uint32) << np.uint32(16)
@@ -196,17 +239,17 @@ def measure_rounding(task: MeasureRounding) -> RoundingReport:
     bits = np.concatenate([*chosen, rng.integers(0, 2**32, task.num_random, dtype=np.uint32)])
     values = bits.view(np.float32)
     nan = np.isnan(values)
-    converted = _to_bf16(values)
+    converted = _to_bf16(values, device)
     wanted = (order.round_bf16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     came_nan = (converted & 0x7FFF) > 0x7F80
     wrong = np.where(nan, False, converted != wanted)
     first = int(wrong.argmax())
     example = f"0x{bits[first]:08x} became 0x{converted[first]:04x}, expected 0x{wanted[first]:04x}"
     sizes = _sizes(rng, bits.size)
-    pieces = np.concatenate([_to_bf16(part) for part in np.split(values, np.cumsum(sizes)[:-1])])
+    pieces = np.concatenate([_to_bf16(part, device) for part in np.split(values, np.cumsum(sizes)[:-1])])
     numbers = ~nan
     some_nans = values[nan][:: max(1, int(nan.sum()) // 40)]
-    infinity = torch.full((_NUM_SUBNORMALS,), float("inf"))
+    infinity = torch.full((_NUM_SUBNORMALS,), float("inf"), device=device)
     return RoundingReport(
         patterns=int(bits.size),
         ties=int((((bits & np.uint32(0xFFFF)) == 0x8000) & numbers).sum()),
@@ -217,14 +260,16 @@ def measure_rounding(task: MeasureRounding) -> RoundingReport:
         nans=int(nan.sum()),
         lost=int((nan & ~came_nan).sum()),
         nan_patterns=_hex16(converted[nan]),
-        nan_patterns_alone=_hex16(np.concatenate([_to_bf16(some_nans[i : i + 1]) for i in range(some_nans.size)])),
+        nan_patterns_alone=_hex16(
+            np.concatenate([_to_bf16(one, device) for one in np.split(some_nans, some_nans.size)])
+        ),
         nan_made=f"0x{int((infinity - infinity)[0].view(torch.int32)) % 2**32:08x}",
     )
 
 
-def _to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    converted = torch.from_numpy(np.array(values)).to(torch.bfloat16)
-    found: NDArray[np.uint16] = converted.view(torch.int16).numpy().view(np.uint16)
+def _to_bf16(values: NDArray[np.float32], device: torch.device) -> NDArray[np.uint16]:
+    converted = torch.from_numpy(np.array(values)).to(device).to(torch.bfloat16)
+    found: NDArray[np.uint16] = converted.view(torch.int16).cpu().numpy().view(np.uint16)
     return found
 
 
@@ -237,11 +282,11 @@ def _hex16(patterns: NDArray[np.uint16]) -> tuple[str, ...]:
 # --- subnormal numbers ------------------------------------------------------------------------------------------------
 
 
-def measure_subnormals() -> SubnormalReport:
+def measure_subnormals(device: torch.device = _CPU) -> SubnormalReport:
     """Sums, products and conversions of subnormals; what is right is known in integers: k * 2^-149 has the bits k."""
-    count = torch.arange(1, _NUM_SUBNORMALS + 1, dtype=torch.int32)
+    count = torch.arange(1, _NUM_SUBNORMALS + 1, dtype=torch.int32, device=device)
     small = count.view(torch.float32)
-    root = torch.ldexp(torch.ones(_NUM_SUBNORMALS), torch.tensor(-70))
+    root = torch.full((_NUM_SUBNORMALS,), 2.0**-70, device=device)
     scaled = (count << 16).view(torch.float32)  # subnormal while bits 16 to 22 hold all of it
     fits = count < 2**7
     short = (count[fits]).to(torch.int16)

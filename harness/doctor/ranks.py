@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from harness.doctor import collectives, numerics, products
 from harness.doctor.messages import (
     Describe,
@@ -39,13 +41,13 @@ def measure(context: RankContext, task: Task) -> Report:
     """Carry out one task."""
     match task:
         case Describe():
-            return numerics.describe()
+            return numerics.describe(context)
         case MeasureAdamW():
-            return numerics.measure_adamw(task)
+            return numerics.measure_adamw(task, torch.device(context.device))
         case MeasureRounding():
-            return numerics.measure_rounding(task)
+            return numerics.measure_rounding(task, torch.device(context.device))
         case MeasureSubnormals():
-            return numerics.measure_subnormals()
+            return numerics.measure_subnormals(torch.device(context.device))
         case MeasureProducts():
             return products.measure_products(task)
         case MeasureLatency():

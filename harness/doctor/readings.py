@@ -40,6 +40,7 @@ def read_torch(found: Description, installed: str) -> Finding:
     elif found.torch.partition("+")[0] != installed.partition("+")[0]:
         verdict, meaning = Verdict.NOTE, f"Ranks import another torch than the one installed here, {installed}."
     gpus = counted(found.gpus, "GPU") if found.gpus else "no GPU"
+    gpus += "".join(f", {name} {version}" for name, version in found.versions.items())
     return Finding(
         name="torch",
         verdict=verdict,
@@ -119,6 +120,26 @@ def read_adamw_agreement(report: AdamWReport) -> Finding:
             "special_elements": report.special_elements,
             "special_foreach": found.special_against_single,
         },
+    )
+
+
+def read_adamw_on_cpu(report: AdamWReport) -> Finding:
+    """Whether the reference would have the same bits on the CPU; it is judged on the GPU, where the subject is."""
+    name, found = "AdamW on CPU and GPU", report.on_cpu
+    if found is None:
+        return unmeasured(name, "the ranks are on the CPU", relied_on=False)
+    equal = not found.differing and not found.special_differing
+    return Finding(
+        name=name,
+        verdict=Verdict.OK if equal else Verdict.NOTE,
+        measured=f"{SINGLE}, on the GPU against the CPU: {_share(found.differing, report.elements)} elements differ in "
+        f"{found.cases} of {report.cases} cases of {report.steps} steps"
+        + (f", by up to {found.largest:.2g}" if found.differing else "")
+        + f"; with inf, nan, 3e38 and subnormals {found.special_differing} of {report.special_elements:,}",
+        meaning="The same bits on both: a run on GPUs can be held against one on the CPU."
+        if equal
+        else "GPU and CPU round otherwise: compare runs on one kind of device. The reference is on that of the ranks.",
+        values={"cases": report.cases, "elements": report.elements, "steps": report.steps, **_plain(found)},
     )
 
 
@@ -246,8 +267,8 @@ def read_ranks(reports: Mapping[int, Sequence[LatencyReport]], seconds: Mapping[
     )
 
 
-def read_order(world: int, ranks: Sequence[OrderReport]) -> Finding:
-    """How well the rule predicts the order of addition at one world."""
+def read_order(world: int, ranks: Sequence[OrderReport], backend: str = "gloo") -> Finding:
+    """How well the rule predicts the order of addition at one world; without a rule, how much of it is fixed."""
     name = f"order at world {world}"
     calls = _calls(ranks)
     held = sum(call.held for call in calls)
@@ -257,9 +278,16 @@ def read_order(world: int, ranks: Sequence[OrderReport]) -> Finding:
     treeless = sum(call.no_tree for call in calls)
     probes = sum(call.probes for call in ranks[0].calls)
     missed = Counter(f"{call.kind} {call.dtype}" for call in calls if call.predicted < call.held)
+    ruled = backend == "gloo"
     lengths = [call.num_elements for call in calls]
     verdict, meaning = Verdict.OK, "Sums that round can be compared bit for bit: gloo adds in the order the rule says."
-    if missed:
+    if not ruled:
+        verdict = Verdict.NOTE
+        meaning = (
+            f"No rule tells in which order {backend} adds: `verify` finds out by probing, and holds sums without a "
+            "fixed order against the bound of any."
+        )
+    elif missed:
         verdict = Verdict.PROBLEM
         meaning = f"The reference would add in another order than {', '.join(missed)}: false violations may follow."
     elif world == 2:
@@ -269,7 +297,8 @@ def read_order(world: int, ranks: Sequence[OrderReport]) -> Finding:
     return Finding(
         name=name,
         verdict=verdict,
-        measured=f"the rule predicts {_percent(predicted, held)} of {held:,} elements ({len(ranks[0].calls)} lengths "
+        measured=f"{'the rule predicts' if ruled else 'probing finds an order of'} {_percent(predicted, held)} of "
+        f"{held:,} elements ({len(ranks[0].calls)} lengths "
         f"of {_kinds(calls)}, {min(lengths)} to {max(lengths):,} elements, {probes} probes){fixed}",
         meaning=meaning,
         relied_on=True,
@@ -288,7 +317,7 @@ def read_order(world: int, ranks: Sequence[OrderReport]) -> Finding:
     )
 
 
-def read_sums(reports: Mapping[int, Sequence[OrderReport]]) -> Finding:
+def read_sums(reports: Mapping[int, Sequence[OrderReport]], backend: str = "gloo") -> Finding:
     """Whether adding random values in the predicted order gives the backend's bits."""
     per_world = {world: _calls(ranks) for world, ranks in reports.items()}
     calls = [call for of_world in per_world.values() for call in of_world]
@@ -297,7 +326,7 @@ def read_sums(reports: Mapping[int, Sequence[OrderReport]]) -> Finding:
     for world, of_world in per_world.items():
         if not any(call.held for call in of_world):
             return unmeasured("sums", f"no element was compared at world {world}", relied_on=True)
-        if world > 2 and not any(call.order_shows for call in of_world):
+        if world > 2 and backend == "gloo" and not any(call.order_shows for call in of_world):
             return unmeasured("sums", f"the values of world {world} add up alike in any order", relied_on=True)
     where = Counter(
         f"{call.kind} {call.dtype} at world {world}"
@@ -307,15 +336,21 @@ def read_sums(reports: Mapping[int, Sequence[OrderReport]]) -> Finding:
     )
     return Finding(
         name="sums",
-        verdict=Verdict.PROBLEM if wrong else Verdict.OK,
-        measured=f"random values added in the predicted order, fp32 and bf16: {_share(wrong, held)} elements differ "
-        f"from gloo's (rank order would differ in {shows:,})",
-        meaning=f"The reference does not reproduce {', '.join(where)}: do not trust verdicts on values that round."
-        if wrong
-        else "The reference reproduces gloo's sums, rounding included; bf16 is rounded after each addition.",
+        verdict=(Verdict.PROBLEM if backend == "gloo" else Verdict.NOTE) if wrong else Verdict.OK,
+        measured=f"random values added in the {'predicted' if backend == 'gloo' else 'revealed'} order, fp32 and bf16: "
+        f"{_share(wrong, held)} elements differ from {backend}'s (rank order would differ in {shows:,})",
+        meaning=_meaning_of_sums(", ".join(where), backend),
         relied_on=True,
         values={"elements": held, "wrong": wrong, "order_shows": shows, "where": dict(where)},
     )
+
+
+def _meaning_of_sums(where: str, backend: str) -> str:
+    if where and backend == "gloo":
+        return f"The reference does not reproduce {where}: do not trust verdicts on values that round."
+    if where:
+        return f"{where}: not what probing revealed; `verify` holds these sums against the bound of any order."
+    return f"The reference reproduces {backend}'s sums, rounding included; bf16 is rounded after each addition."
 
 
 def read_average(reports: Mapping[int, Sequence[AverageReport]]) -> Finding:

@@ -77,7 +77,8 @@ def result_lines(result: DoctorResult) -> list[str]:
     counts = Counter(finding.verdict for finding in result.findings)
     listed = ", ".join(f"{counts[item]} {item}" for item in Verdict if counts[item])
     worlds = ",".join(map(str, result.worlds))
-    lines = [f"{verdict}: {result.backend}, world {worlds}, {listed or 'no finding'}, in {duration(result.seconds)}"]
+    backend = result.backend if result.device == "cpu" else f"{result.backend} on {result.device}"
+    lines = [f"{verdict}: {backend}, world {worlds}, {listed or 'no finding'}, in {duration(result.seconds)}"]
     problems = [item.name for item in result.findings if item.verdict is Verdict.PROBLEM]
     unknown = [item.name for item in result.findings if item.verdict is Verdict.UNKNOWN and item.relied_on]
     if problems:

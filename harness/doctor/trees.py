@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.oracles import probing
+from harness.oracles import order, probing
 from harness.oracles.order import Order, Tree
 from harness.oracles.probing import Pair
 
@@ -65,6 +65,18 @@ def score(revealed: Revealed, rule: Order) -> Score:
         no_tree=int(treeless[revealed.labels].sum()),
         total=revealed.labels.size,
     )
+
+
+def fixed(revealed: Revealed) -> NDArray[np.bool_]:
+    """Which elements were added in some fixed order."""
+    there = np.array([tree is not None for tree in revealed.trees], np.bool_)
+    return there[revealed.labels]
+
+
+def as_order(revealed: Revealed, world: int) -> Order:
+    """The order that was revealed; rank order stands for none."""
+    naive = order.fold(range(world))
+    return Order(tuple(naive if tree is None else tree for tree in revealed.trees), revealed.labels)
 
 
 def readable(tree: Tree) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 import weakref
 from abc import ABC, abstractmethod
@@ -124,11 +125,13 @@ class RankDriver(ABC):
         self.around = around
         self.cls = cls
         self.args = args
-        self.capabilities = capabilities
         self.scenario = scenario
         self.shared = shared or Shared(scenario)
         self.rank = context.rank
         self.device = torch.device(context.device)
+        # Which kernel multiplies on a GPU depends on shapes, on alignment, and on what else is in the batch.
+        exact_products = capabilities.exact_products and self.device.type == "cpu"
+        self.capabilities = dataclasses.replace(capabilities, exact_products=exact_products)
         self.record = Record(context, scenario, trail)
         self.faults = Injector(scenario.faults, self.rank, self.record, sleep) if scenario.faults else None
         self._silence = silence

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 import torch
 
+from harness.drive import accelerator
 from harness.drive.calls import Around, RankDriver
 from harness.drive.isolation import Isolation, interrupted
 from harness.drive.systems import driver_of
@@ -71,6 +72,7 @@ def refused(subject: SubjectName, device: str, world: int | None) -> str | None:
 
 def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that answers this rank's tasks. ``setup`` is not used: each task names its subject."""
+    accelerator.prepare(context.device)
     trail = Trail(context.directory, context.world, context.rank)
     isolation = Isolation(context.rank, context.rearm)
     subjects = LoadedSubjects(isolation.importing, context)
@@ -78,7 +80,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
     def answer(message: bytes) -> bytes:
         task = decode_task(message)
         if isinstance(task, CheckSubject):
-            return encode(subjects.check(task.subject))
+            return encode(msgspec.structs.replace(subjects.check(task.subject), versions=accelerator.versions(context)))
         cls = subjects.load(task.subject)
         capable = capabilities(task.subject.path, task.subject.config)
 
@@ -93,7 +95,7 @@ def start(context: RankContext, setup: bytes) -> Callable[[bytes], bytes]:
                 exchanges=task.exchanges,
                 inspect=task.inspect,
                 around=around,
-                rule=rule(task.order, task.scenario.seed),
+                rule=rule(task.rule or task.order, task.scenario.seed),
             )
 
         verdict = run_isolated(isolation, task.subject.path, task.scenario, build)

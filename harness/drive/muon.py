@@ -82,7 +82,10 @@ class MuonDriver(MuonComparison):
         )
         if lineage is not None:
             self.reference.share(lineage)
-        self.exact_norm = exact_squares(self.scenario)
+        self.exact_means = self.scenario.values.domain is not Domain.GENERAL and contributions.keeps_exact_means(
+            self.context.backend, {life.divisor for life in lives(self.scenario)}
+        )
+        self.exact_norm = self.exact_means and exact_squares(self.scenario)
         self.stepping = False
         self._construct(self.scenario.bucket, self.initial, self.reference.rates)
 
@@ -289,7 +292,7 @@ class MuonDriver(MuonComparison):
         if Situation.WIDE_REDUCED_VALUE in expected.shows:
             self.record.reached(MuonSituation.WIDE_REDUCED_VALUE)
         held = self._held()
-        if self.scenario.values.domain is not Domain.GENERAL:
+        if self.exact_means:
             self._compare_each(prop, "the reduced gradient", self._wanted_gradients(held))
             if self.record.clean:
                 self.record.judged(Oracle.EXACT)
@@ -307,7 +310,8 @@ class MuonDriver(MuonComparison):
             if not self.record.clean or (self.reference.skipped(life) and each.gradient is None):
                 continue
             share = Share(life.ranks, life.divisor)
-            interval = contributions.interval(self.scenario, plan, each.parameter, share)
+            averages = self.context.backend == "nccl"
+            interval = contributions.interval(self.scenario, plan, each.parameter, share, averages=averages)
             if each.gradient is None:
                 self._diverge_missing(prop, each, "the reduced gradient")
                 return

@@ -2,8 +2,8 @@
 
 Of a small scenario (:data:`harness.oracles.compare.FEW`) only references to bytes that were compared anyway are kept,
 and copies are made when something differs: observing costs nothing as long as all is right. Of a larger one what a
-later symptom may need is copied at each step. Of more elements than :data:`MOST`, or on another device than a CPU,
-nothing is observed.
+later symptom may need is copied at each step. Of more elements than :data:`MOST` nothing
+is observed.
 """
 
 from __future__ import annotations

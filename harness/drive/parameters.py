@@ -66,8 +66,8 @@ class ComputeWeights:
         ]
         self._frozen = torch.full((17,), _GUARD_VALUE, dtype=torch.bfloat16, device=device)
         self._wanted = _forms(self.parameters)
-        self._edges = {storage.dtype: raw(storage, 0, _GUARD) for storage in self._storages}
         self._few = device.type == "cpu" and scenario.numel <= FEW
+        self._edges = {storage.dtype: raw(storage, 0, _GUARD) for storage in self._storages if self._few}
         # Where everything lies and which bytes are expected there, for a look at it without calls of torch's.
         watched = [*self._storages, self._frozen] if self._few else []
         self._places = [(tensor.data_ptr(), tensor.nbytes) for tensor in watched]

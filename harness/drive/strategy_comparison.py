@@ -304,7 +304,7 @@ class StrategyComparison(RankDriver):
 
 
 def judge_sums(
-    region: Region, seen: Tensor, sums: Sums, shape: tuple[int, ...], *, bitwise: bool
+    region: Region, seen: Tensor, sums: Sums, shape: tuple[int, ...], *, bitwise: bool, averages: bool = False
 ) -> tuple[Oracle, int | None, float]:
     """Whether a reduced gradient is one that the schedule can give, else within the bound of any order.
 
@@ -314,6 +314,7 @@ def judge_sums(
         sums: what the whole of it may be.
         shape: of the parameter.
         bitwise: there is no order but those of ``sums``, so that the bound excuses nothing.
+        averages: the backend may divide each summand in a way of its own, so that it excuses also where there is one.
 
     Returns:
         ``(by which rule, flat index in the region of the first element that is wrong or None, the largest error in
@@ -326,7 +327,7 @@ def judge_sums(
         found |= (wanted == values) | (wanted.isnan() & values.isnan())
     if bool(found.all()):
         return Oracle.ORDERED, None, 0.0
-    if bitwise or len(sums.possible) == 1:
+    if bitwise or (len(sums.possible) == 1 and not averages):
         return Oracle.ORDERED, int((~found).to(torch.uint8).argmax()), 0.0
     center, bound, overflows = (
         torch.from_numpy(each).view(shape)[region.slices].reshape(-1)

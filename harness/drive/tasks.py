@@ -37,6 +37,8 @@ class RunScenario(Struct, frozen=True, tag="run"):
     time, to tell whose fault a wrong sum is.
     ``order``, ``schedule``: of a simulated world, in what order sums are added and how its ranks take turns
     (``harness.sim.choices``).
+    ``rule``: of the backend's order of addition, as far as one is known (:func:`harness.oracles.order.rule`); empty:
+    that of ``order``.
     """
 
     subject: SubjectName
@@ -45,6 +47,7 @@ class RunScenario(Struct, frozen=True, tag="run"):
     inspect: bool = False
     order: str = "ring"
     schedule: str = "random"
+    rule: str = ""
 
 
 class RunMany(Struct, frozen=True, tag="many"):
@@ -58,12 +61,13 @@ class SubjectCheck(Struct, frozen=True):
     """``problem`` is None when the class can be driven.
 
     ``declares``: the names in its ``verify_extensions``: what it takes beyond the contract's space. ``system``: told by
-    its interface.
+    its interface. ``versions``: of what its rank computes with beside torch, see :mod:`harness.drive.accelerator`.
     """
 
     problem: str | None
     declares: tuple[str, ...] = ()
     system: System = "zero_master"
+    versions: dict[str, str] = {}
 
 
 Task = CheckSubject | RunScenario

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -136,6 +136,17 @@ class Observer(Protocol):
         """Something the user should know."""
 
 
+@runtime_checkable
+class Recorder(Protocol):
+    """An observer that is told too what is done and found, to keep it."""
+
+    def round_done(self, record: RoundRecord) -> None:
+        """A round is done, and kept."""
+
+    def found(self, finding: Finding) -> None:
+        """A violation was saved, or saved in a better form."""
+
+
 @dataclass
 class _Doing:
     """What a worker carries out: a round of this ``kind``, or (``round`` None) what was saved; its last word on it."""
@@ -205,6 +216,7 @@ class _Campaign:
     def __init__(self, options: FuzzOptions, kept: State, observer: Observer, began: float) -> None:
         self.state = kept
         self.observer = observer
+        self.recorder = observer if isinstance(observer, Recorder) else None
         self.options = options
         self.campaign = replace(options.campaign, seed=kept.identity.seed, report=options.report or kept.cases)
         self.began = began
@@ -376,6 +388,8 @@ class _Campaign:
             self.state.keep(record, done.ids)
         except OSError as error:
             self.outcome.reason = f"{self.state.directory}: a round could not be kept: {error.strerror}"
+        if self.recorder is not None:
+            self.recorder.round_done(record)
         if again:  # it had been cut short
             self.done = _total(self.state.rounds.values())
         else:
@@ -397,6 +411,8 @@ class _Campaign:
                 f"violated: {finding.failure.property} at stage {finding.failure.stage}, in {finding.failure.scenario}"
             )
         self.known[name] = finding
+        if self.recorder is not None:
+            self.recorder.found(finding)
 
     def _hand_out(self, crew: Crew) -> None:
         for worker in crew.workers:
@@ -520,6 +536,7 @@ class _Campaign:
         failures = tuple(_told(finding) for finding in findings)
         return msgspec.structs.replace(
             result,
+            verb="fuzz",
             verdict="violated" if findings else result.verdict,
             failure=failures[0] if failures else None,
             seconds=seconds,

@@ -22,7 +22,7 @@ LEAST_RIGHT_PERCENT: Final = 95
 """Of the plants that were caught so many must be told at the right property and stage."""
 
 
-class CaseSize(Struct, frozen=True, kw_only=True):
+class CaseSize(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How large a case is: ``elements`` of all parameters, ``bucket`` as asked for, in elements; ``parts`` of all
     steps."""
 
@@ -34,7 +34,7 @@ class CaseSize(Struct, frozen=True, kw_only=True):
     parts: float
 
 
-class PlantOutcome(Struct, frozen=True, kw_only=True):
+class PlantOutcome(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What came of a plant.
 
     Attributes:
@@ -76,7 +76,7 @@ class PlantOutcome(Struct, frozen=True, kw_only=True):
         return not self.caught and not self.undecided
 
 
-class ControlOutcome(Struct, frozen=True, kw_only=True):
+class ControlOutcome(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What came of a right class: ``violated`` is a false alarm, ``unknown`` (``reason`` says why) is no pass.
 
     The other fields are those of :class:`PlantOutcome`.
@@ -94,14 +94,14 @@ class ControlOutcome(Struct, frozen=True, kw_only=True):
 Outcome = PlantOutcome | ControlOutcome
 
 
-class Share(Struct, frozen=True, kw_only=True):
+class Share(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``right`` ones ``of`` so many."""
 
     right: int
     of: int
 
 
-class Summary(Struct, frozen=True, kw_only=True):
+class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The score.
 
     Attributes:
@@ -144,7 +144,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     place: Share
 
 
-class MuseumResult(Struct, frozen=True, kw_only=True):
+class MuseumResult(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome; fields that :class:`harness.report.result.Result` has too mean the same here.
 
     Attributes:

@@ -202,14 +202,14 @@ class _Table:
     def lines(self, plant: PlantOutcome) -> Iterable[tuple[str, str]]:
         """A row (two where the id is too long to leave room), and below it what is not as the label has it."""
         symptom = "" if plant.judgement is None else _SYMPTOMS[plant.judgement.naming]
-        problems = _problems(plant)
-        style = "" if not problems else "red" if plant.missed else "yellow"
+        found = problems(plant)
+        style = "" if not found else "red" if plant.missed else "yellow"
         name = plant.id
         if len(name) > self._id:
             yield f"  {name}", style
             name = ""
         yield f"  {name:<{self._id}} {self._rest(_cells(plant), symptom)}".rstrip(), style
-        for problem in problems:
+        for problem in found:
             yield f"      {problem}", style
 
     def _rest(self, cells: tuple[str, str, str, str], symptom: str) -> str:
@@ -226,7 +226,8 @@ def _cells(plant: PlantOutcome) -> tuple[str, str, str, str]:
     return seconds, examples, _case(plant), _told(plant) if plant.caught else _uncaught(plant)
 
 
-def _problems(plant: PlantOutcome) -> list[str]:
+def problems(plant: PlantOutcome) -> list[str]:
+    """What is not as the plant's label has it, a line each."""
     failure, judgement = plant.failure, plant.judgement
     if plant.undecided:
         return [f"undecided: {plant.reason}" if plant.reason else "undecided"]
@@ -234,18 +235,18 @@ def _problems(plant: PlantOutcome) -> list[str]:
         return [f"nothing was found in {_ran(plant)}{_because(plant)}"]
     if judgement is None:
         return ["not judged: its case could not be saved and read again"]
-    problems = []
+    found = []
     if not judgement.location:
         right = f"{' or '.join(plant.properties)} at {' or '.join(plant.stages)}"
-        problems.append(f"PROPERTY, STAGE: told {failure.property} at {failure.stage}, right is {right}")
+        found.append(f"PROPERTY, STAGE: told {failure.property} at {failure.stage}, right is {right}")
     if judgement.naming is Naming.WRONG:
         right = " or ".join(map(repr, plant.symptoms)) or "to name none"
-        problems.append(f"SYMPTOM: told {failure.symptom!r}, right is {right}")
+        found.append(f"SYMPTOM: told {failure.symptom!r}, right is {right}")
     if judgement.place is False:
         parts = (("rank", failure.rank), ("parameter", failure.parameter), ("bucket", failure.bucket))
         told = ", ".join(f"{name} {value}" for name, value in parts if value is not None) or "none"
-        problems.append(f"RANK, PARAMETER: told {told}; it is not there")
-    return problems
+        found.append(f"RANK, PARAMETER: told {told}; it is not there")
+    return found
 
 
 def _control_verdict(control: ControlOutcome) -> str:

@@ -109,9 +109,15 @@ def raw(tensor: Tensor, start: int, length: int) -> bytes:
 
 
 def flat_bytes(tensors: Sequence[Tensor], most: int = FEW) -> bytes | None:
-    """A copy of the bytes of some tensors, end to end; None where they are not :func:`dense`, or more than ``most``."""
+    """A copy of the bytes of some tensors, end to end; None where they are not :func:`dense`, or more than ``most``.
+
+    Those on another device are copied from there first.
+    """
     numels = [tensor.numel() for tensor in tensors]
-    if sum(numels) > most or not all(dense(tensor, numel) for tensor, numel in zip(tensors, numels, strict=True)):
+    if sum(numels) > most:
+        return None
+    tensors = [tensor if tensor.is_cpu else tensor.detach().cpu() for tensor in tensors]
+    if not all(dense(tensor, numel) for tensor, numel in zip(tensors, numels, strict=True)):
         return None
     return b"".join([raw(tensor, 0, numel) for tensor, numel in zip(tensors, numels, strict=True)])
 

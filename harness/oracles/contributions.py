@@ -9,8 +9,9 @@ ranks have only one order; elsewhere the caller says how the backend adds (:mod:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,10 +218,13 @@ def _extreme(array: NDArray[np.float32]) -> bool:
     return bool((subnormal | ((magnitude >= _LARGEST) & np.isfinite(magnitude))).any())
 
 
-def interval(scenario: Scenario, step: StepPlan, parameter: int, share: Share | None = None) -> Interval:
+def interval(
+    scenario: Scenario, step: StepPlan, parameter: int, share: Share | None = None, *, averages: bool = False
+) -> Interval:
     """Center and rounding bound of one parameter's reduced gradient over every order of fp32 additions.
 
     The center is a sum in fp64; its own rounding error is part of the bound. ``share``: as for :func:`reduced`.
+    ``averages``: the division may be the backend's own affair, see :func:`averaged`.
     """
     terms = []
     for rank in range(scenario.world) if share is None else share.ranks:
@@ -228,6 +232,8 @@ def interval(scenario: Scenario, step: StepPlan, parameter: int, share: Share | 
             array = contribution(scenario, step, rank, part, parameter)
             if array is not None:
                 terms.append(array)
+    if averages and share is not None:
+        return averaged(terms, scenario.parameters[parameter].numel, share.divisor)
     found = any_order(terms, scenario.parameters[parameter].numel)
     return found if share is None else divided(found, share.divisor, exact=len(terms) <= 2)
 
@@ -266,6 +272,51 @@ def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
             for term in terms:
                 total += term
         return Interval(total.astype(np.float64), np.zeros(numel), np.zeros(numel, np.bool_))
+    center, abs_sum, special = _in_fp64(terms, numel)
+    bound = any_order_sum_bound(len(terms), abs_sum)
+    overflows = abs_sum + bound > FP32_MAX  # no partial sum is larger
+    decided = ~np.isfinite(special)
+    center[decided] = special[decided]
+    bound[decided] = 0.0
+    return Interval(center, bound, overflows)
+
+
+def averaged(terms: Sequence[NDArray[np.float32]], numel: int, divisor: float) -> Interval:
+    """Where the mean of some terms is, fp32 ``[numel]`` each, of a backend that averages by itself.
+
+    NCCL, by its sources, multiplies each term by ``1 / divisor``, rounded to fp32, before it adds: a term passes two
+    roundings more than in a sum, and may lose ``2**-150`` to underflow. To sum and divide once is within this bound
+    too. An overflow of the sum, in whatever order, is none of the mean.
+    """
+    center, abs_sum, special = _in_fp64(terms, numel)
+    num_terms = len(terms)
+    bound = any_order_sum_bound(num_terms + 3, abs_sum) / divisor + (num_terms + 1) * FP32_UNDERFLOW
+    overflows = abs_sum + any_order_sum_bound(num_terms + 3, abs_sum) > FP32_MAX
+    center /= divisor
+    decided = ~np.isfinite(special)
+    center[decided] = special[decided]
+    bound[decided] = 0.0
+    return Interval(center, bound, overflows)
+
+
+def keeps_exact_means(backend: str, divisors: Iterable[float]) -> bool:
+    """Whether means that are exact (of sums of multiples of the divisor) come out as such on a backend.
+
+    Not where NCCL averages over 7 ranks, say, see :func:`averaged`: of ``k d`` it makes ``k (1 + e)``, where
+    ``e = d fl(1 / d) - 1``, and that is rounded to ``k``, whatever it is, only up to ``|e| = 2**-25``.
+    """
+    if backend != "nccl":
+        return True
+    return all(
+        abs(Fraction(float(np.float32(1 / divisor))) * Fraction(divisor) - 1) <= Fraction(1, 2**25)
+        for divisor in divisors
+    )
+
+
+def _in_fp64(
+    terms: Sequence[NDArray[np.float32]], numel: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The sum of what is finite, the sum of its magnitudes, and what the rest adds up to."""
     center = np.zeros(numel, np.float64)
     abs_sum = np.zeros(numel, np.float64)
     special = np.zeros(numel, np.float64)  # what the terms that are not finite add up to
@@ -276,12 +327,7 @@ def any_order(terms: Sequence[NDArray[np.float32]], numel: int) -> Interval:
         abs_sum += np.abs(values)
         with np.errstate(invalid="ignore"):
             special += np.where(finite, 0.0, term)
-    bound = any_order_sum_bound(len(terms), abs_sum)
-    overflows = abs_sum + bound > FP32_MAX  # no partial sum is larger
-    decided = ~np.isfinite(special)
-    center[decided] = special[decided]
-    bound[decided] = 0.0
-    return Interval(center, bound, overflows)
+    return center, abs_sum, special
 
 
 def _wide(array: NDArray[np.float32]) -> bool:

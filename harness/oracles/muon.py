@@ -127,13 +127,14 @@ class UnshardedMuon:
     """The trainer. The order of calls in a step: :meth:`begin`, perhaps :meth:`clip`, :meth:`step`, :meth:`gather`."""
 
     def __init__(self, scenario: Scenario, initial: Sequence[Tensor], trained: Sequence[Life] | None = None) -> None:
-        """Start from the compute weights ``initial`` (copied).
+        """Start from the compute weights ``initial`` (copied), and compute on their device.
 
         ``trained``: the lives that :meth:`step` moves; None: all. Gradients and norms are of all lives anyway.
         """
         self.scenario = scenario
         self.muon = muon_of(scenario)
         self.lives = lives(scenario)
+        self._device = initial[0].device
         self.trained = self.lives if trained is None else tuple(trained)
         self.rates = self.muon.settings.lr, scenario.optimizer.lr
         self._states = {life: initial_state(initial[life.parameter], self._mark(life)) for life in self.trained}
@@ -167,7 +168,8 @@ class UnshardedMuon:
         shows: set[Situation] = set()
         for life in self.lives:
             found = reduced(self.scenario, plan, life.parameter, Share(life.ranks, life.divisor), look=look)
-            of[life] = torch.from_numpy(found.value).view(self.scenario.parameters[life.parameter].shape)
+            shape = self.scenario.parameters[life.parameter].shape
+            of[life] = torch.from_numpy(found.value).view(shape).to(self._device)
             shows |= found.shows
             if found.num_contributions == 0:
                 missing.add(life)

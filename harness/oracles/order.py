@@ -137,6 +137,10 @@ def _ceil(numerator: int, denominator: int) -> int:
 Rule = Callable[[str, int, int, Dtype], Order]
 """The order of one call, from kind, number of elements, size of its group, and dtype; like :func:`gloo`."""
 
+UNKNOWN = "unknown"
+"""Of a backend for which no rule is known: rank order is the first guess, and what it really does has to be found out
+by probing. NCCL chooses algorithm, protocol and number of channels by itself, call by call."""
+
 RULES = ("ring", "rank", "tree", "random")
 _MOST_RUNS = 4
 
@@ -146,7 +150,7 @@ def rule(name: str, seed: int = 0) -> Rule:
 
     Args:
         name: ``ring`` is :func:`gloo`; ``rank`` adds in rank order; ``tree`` in a balanced binary tree; ``random`` in
-            another tree for each of a few runs of elements, whatever the dtype.
+            another tree for each of a few runs of elements, whatever the dtype; :data:`UNKNOWN` is a guess.
         seed: Of ``random``, which is a function of it and of the call's kind, elements and group size alone.
 
     Raises:
@@ -154,7 +158,7 @@ def rule(name: str, seed: int = 0) -> Rule:
     """
     if name == "ring":
         return gloo
-    if name == "rank":
+    if name in ("rank", UNKNOWN):
         return lambda kind, num_elements, group_size, dtype: in_rank_order(group_size, num_elements)
     if name == "tree":
         return lambda kind, num_elements, group_size, dtype: uniform(balanced(group_size), num_elements)

@@ -8,7 +8,7 @@ subclasses that only wrap others (DTensor), which no process group is handed eit
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -91,6 +91,12 @@ def deliver(values: Tensor, target: Tensor) -> None:
         data = target.data
         if data.untyped_storage().nbytes():
             data.copy_(values.data.reshape(data.shape))
+
+
+def settle(tensors: Iterable[Tensor]) -> None:
+    """Have the GPUs of these tensors finish what is queued: what one rank queued on its stream another's will read."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 class _Held(NamedTuple):

@@ -110,7 +110,7 @@ def op_name(op: Any) -> str:  # noqa: ANN401 (torch's ReduceOp has two forms)
 def op_key(op: Any) -> object:  # noqa: ANN401
     """Equal for equal operations."""
     name = op_name(op)
-    return (name, float(op.factor)) if name == "PREMUL_SUM" else name
+    return (name, float(op.__getstate__()[1])) if name == "PREMUL_SUM" else name
 
 
 _NAMES: dict[object, str] = {value: name for name, value in dist.ReduceOp.RedOpType.__members__.items()}

@@ -11,8 +11,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
-import msgspec
+from msgspec.structs import replace
 
+from harness.drive import accelerator
 from harness.drive.calls import Around, RankDriver
 from harness.drive.generators import Generators
 from harness.drive.handler import refused, run_driver, told_of_its_group
@@ -42,7 +43,6 @@ from harness.subjects.copies import RankModules
 from harness.subjects.load import SubjectError, declared, load_class, system_of
 from harness.verdict import Property, RankStatus, RankVerdict
 
-_DEVICE = "cpu"
 _MAX_GROUPS = 64  # of a rank: a class that makes some in each scenario gets new ranks now and then
 _PORT = 29500  # of MASTER_PORT: nobody listens there, as in a real rank
 
@@ -77,6 +77,7 @@ class _Host:
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
+        accelerator.prepare(context.device)
         binding.install()  # before what is taken for this process's own states
         self.lane = context.rank if context.world > 1 else None
         self.directory = context.directory if self.lane is None else lane_directory(context.directory, self.lane)
@@ -93,7 +94,8 @@ class _Host:
     def answer(self, message: bytes) -> bytes:
         task = decode_sim_task(message)
         if isinstance(task, CheckSubject):
-            return messages.encode(_reply_of_one(encode(self._check(task.subject))))
+            check = replace(self._check(task.subject), versions=accelerator.versions(self.context))
+            return messages.encode(_reply_of_one(encode(check)))
         if isinstance(task, RunMany):
             self._run_lane(task.lanes[self.context.rank])
             return b""
@@ -170,7 +172,7 @@ class _Host:
             modules = self._modules(subject, contextvars.copy_context())
             cls = modules.load(0)
             modules.use(None)
-            return SubjectCheck(refused(subject, _DEVICE, None), declared(cls), system_of(cls))
+            return SubjectCheck(refused(subject, self.context.device, None), declared(cls), system_of(cls))
         except SubjectError as error:
             return SubjectCheck(str(error))
 
@@ -270,7 +272,7 @@ class _World(Watcher):
             rank,
             self._scenario.world,
             "gloo",
-            _DEVICE,
+            self._host.context.device,
             self._host.directory,
             self._logs[rank],
             lambda event: self._emit(rank, event),
@@ -286,7 +288,7 @@ class _World(Watcher):
             self._sim.raise_foreign(rank)
 
         around: Around = nullcontext if self._ours and detector is None else watched
-        with environment.on_thread():
+        with environment.on_thread(), accelerator.on_thread(context.device):
             driver = driver_of(self._scenario.system)(
                 context,
                 self._classes[rank],
@@ -298,7 +300,7 @@ class _World(Watcher):
                 inspect=self._task.inspect,
                 around=around,
                 shared=self._shared,
-                rule=rule(self._task.order, self._scenario.seed),
+                rule=rule(self._task.rule or self._task.order, self._scenario.seed),
                 silence=_silence,
                 sleep=lambda _seconds: self._sim.step_aside(),
             )
@@ -393,7 +395,7 @@ class _World(Watcher):
             raise ended.error  # of the harness's own
         verdict: RankVerdict = ended.value
         if rank == 0:
-            verdict = msgspec.structs.replace(verdict, changed=changed, recycle=recycle)
+            verdict = replace(verdict, changed=changed, recycle=recycle)
         end = "replied" if verdict.status is RankStatus.DONE else "broken"
         return RankPart(end=end, payload=encode(verdict), output=output)  # type: ignore[arg-type]
 
@@ -416,7 +418,7 @@ def _explained(verdict: RankVerdict, shared: str | None) -> RankVerdict:
         message += "; these are the bits that the output of an asynchronous collective holds until wait()"
     if shared is not None:
         message += f" ({shared}; with --backend gloo each has its own)"
-    return msgspec.structs.replace(verdict, divergence=msgspec.structs.replace(found, message=message))
+    return replace(verdict, divergence=replace(found, message=message))
 
 
 def _silence() -> NoReturn:

@@ -49,8 +49,10 @@ class SimPool:
         handler: What the process runs; replies with a :class:`harness.sim.messages.WorldReply`.
         preload: Modules imported once, before the process is forked.
         lanes: How many further processes run tasks side by side where there are several; 1: none.
+        device: Where the ranks' tensors belong: ``"cpu"``, or ``"cuda"``: of all processes on the GPUs in turn.
 
     Attributes:
+        backend: ``"sim"``.
         directory: Private, holds what ranks leave behind; removed when the pool closes.
         lanes: As given.
 
@@ -59,11 +61,14 @@ class SimPool:
         PoolError: Its directory cannot be written, or its first process not started.
     """
 
-    def __init__(self, handler: str = HANDLER, *, preload: Sequence[str] = (), lanes: int = 1) -> None:
+    def __init__(
+        self, handler: str = HANDLER, *, preload: Sequence[str] = (), lanes: int = 1, device: str = "cpu"
+    ) -> None:
         if lanes < 1:
             raise ValueError(f"lanes={lanes}: expected at least 1")
         self.lanes = lanes
-        self._process = RankPool(handler, backend=NO_GROUP, preload=preload)
+        self.backend = "sim"
+        self._process = RankPool(handler, backend=NO_GROUP, device=device, preload=preload)
         self.directory = self._process.directory
 
     def __enter__(self) -> Self:

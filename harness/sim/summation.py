@@ -129,7 +129,7 @@ _NAMES: Mapping[object, str] = {value: name for name, value in dist.ReduceOp.Red
 
 def _factor(op: ReduceOp, like: Tensor) -> Tensor:
     """What each rank's values are multiplied by, rounded to their dtype first."""
-    factor = cast(Any, op).factor
+    _, factor = cast(Any, op).__getstate__()  # torch 2.11 has no attribute for it
     return factor.to(like) if isinstance(factor, Tensor) else torch.tensor(factor, dtype=like.dtype, device=like.device)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from harness.sim.buffers import Buffers, deliver
+from harness.sim.buffers import Buffers, deliver, settle
 from harness.sim.collectives import Request
 from harness.sim.meeting import Channel, Meeting, Message
 
@@ -113,8 +113,10 @@ class SimWork(_Work):  # type: ignore[misc]
         if self._buffers is not None:
             self._end.pending.wait(self._buffers)
             self._buffers = None
+        settle(self._request.outputs)  # the results were worked out by the rank that came last
         for output, result in zip(self._request.outputs, self._meeting.take(index), strict=True):
             put(output, result)
+        settle(self._request.outputs)
 
 
 class Sent(_Work):  # type: ignore[misc]
@@ -162,6 +164,7 @@ class Sent(_Work):  # type: ignore[misc]
             self._buffers = None
         if not self._message.sends:
             put(self._message.tensor, self._message.received)
+            settle([self._message.tensor])
 
 
 def put(output: Tensor, result: Tensor | None) -> None:

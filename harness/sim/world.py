@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.sim import binding, refusal
-from harness.sim.buffers import Buffers
+from harness.sim.buffers import Buffers, settle
 from harness.sim.choices import Schedule, SumOrder, Timing
 from harness.sim.collectives import Request
 from harness.sim.group import SimGroup
@@ -273,6 +273,7 @@ class _Run:
         in_place: bool,
     ) -> Buffers | None:
         rank = self._current()
+        settle([*inputs, *outputs])
         extents = Extents([*inputs, *outputs]) if self._pending[rank] else None
         for other in self._pending[rank]:
             if (clash := other.clash(what, inputs, outputs, extents)) is not None:

@@ -110,7 +110,7 @@ def _check_interface(cls: type, title: str, args: dict[str, Any]) -> None:
     if missing:
         raise SubjectError(
             f"{title} lacks the interface of ZeroMaster: no method {', '.join(missing)} "
-            f"(needed: {', '.join(METHODS)}; see README, 'Point it at your own class'){_almost_another(cls)}"
+            f"(needed: {', '.join(METHODS)}; see docs/your-class.md){_almost_another(cls)}"
         )
     _check_signature(
         cls, f"{title} cannot be constructed as Class(params, rank, world, bucket=...", args, "zero_master"

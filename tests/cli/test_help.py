@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 VERBS = {
     "verify": "--subject --subject-arg --config --world --backend --order --schedule --examples --seconds --seed "
-    "--preset --params --bucket --report --json --timeout",
-    "replay": "--subject --subject-arg --config --backend --order --schedule --json --timeout",
+    "--preset --params --bucket --report --json --events --timeout",
+    "replay": "--subject --subject-arg --config --backend --order --schedule --json --events --timeout",
     "train": "--subject --subject-arg --optimizer --world --steps --text --seed --json",
     "doctor": "--world --backend --json",
     "bench": "--subject --subject-arg --world --examples --seed --json",
     "soak": "--subject --subject-arg --world --backend --examples --every --seconds --seed --report --json --timeout",
     "fuzz": "--subject --subject-arg --config --world --backend --minutes --examples --workers --seed "
-    "--hypothesis-seed --dir --fresh --keep-going --merge --report --json --timeout --stall",
+    "--hypothesis-seed --dir --fresh --keep-going --merge --report --json --events --timeout --stall",
     "museum": "--plant --show --list --backend --all --no-controls --seconds-per-plant --workers --seed "
-    "--report --json",
+    "--report --json --events",
+    "report": "--html --markdown --junit",
     "list": "--plan --preset --world --json",
     "strategies": "--world --markdown --seed --json",
 }
@@ -145,6 +146,7 @@ def test_the_process_of_the_command_line_imports_no_torch() -> None:
         "list": "harness.scenario.presets, harness.scenario.situations, harness.subjects.builtin, "
         "harness.balance.owners",
         "strategies": "harness.cells.campaign, harness.cells.show",
+        "report": "harness.report.page, harness.report.markdown, harness.report.junit, harness.recording",
     }
     assert modules.keys() == VERBS.keys()
     told = "print({verb!r}) if 'torch' in sys.modules else None"

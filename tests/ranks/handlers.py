@@ -90,6 +90,7 @@ def _break(context: RankContext, setup: bytes, order: Order) -> bytes:
 
 
 def _exit(context: RankContext, setup: bytes, order: Order) -> bytes:
+    time.sleep(order.get("after_s", 0.0))
     os._exit(order["code"])
 
 
@@ -214,6 +215,12 @@ def _close_stdout(context: RankContext, setup: bytes, order: Order) -> bytes:
 def _emit(context: RankContext, setup: bytes, order: Order) -> bytes:
     for number in range(3):
         context.emit(f"event {number}".encode())
+    return _ORDERS[order.get("then", "echo")](context, setup, order)
+
+
+def _leave(context: RankContext, setup: bytes, order: Order) -> bytes:
+    """A file in the pool's directory, with the zeros of one that is mapped into memory."""
+    (context.directory / order["name"]).write_bytes(order["text"].encode() + bytes(4096))
     return _ORDERS[order.get("then", "echo")](context, setup, order)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.renamed import all_gather_single, reduce_scatter_single
+
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 OPS = {name: getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")}
@@ -144,12 +146,12 @@ def _all_gather(run: Run, step: Step, group: Any, size: int, index: int) -> Laun
 
 def _all_gather_single(run: Run, step: Step, group: Any, size: int, index: int) -> Launched:
     whole = torch.empty(step.length * size, dtype=step.dtype)
-    return dist.all_gather_single(whole, run.data(step), group, step.asynchronous), [whole]
+    return all_gather_single(whole, run.data(step), group, step.asynchronous), [whole]
 
 
 def _reduce_scatter_single(run: Run, step: Step, group: Any, size: int, index: int) -> Launched:
     piece, whole = torch.empty(step.length, dtype=step.dtype), run.data(step, step.length * size)
-    return dist.reduce_scatter_single(piece, whole, OPS[step.op], group, step.asynchronous), [piece]
+    return reduce_scatter_single(piece, whole, OPS[step.op], group, step.asynchronous), [piece]
 
 
 def _reduce_scatter(run: Run, step: Step, group: Any, size: int, index: int) -> Launched:

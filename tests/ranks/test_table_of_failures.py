@@ -19,12 +19,13 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from harness.evaluate import Conclusion, Evaluation, Evaluator, start_pool
-from harness.launch.pool import RankPool
+from harness.cli.launched import start_pool as spread_pool
+from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, start_pool
 from harness.scenario.model import AdamW, Build, Clip, Domain, Parameter, Part, Scenario, Step, Values, check
 from harness.subjects.source import parse
 from harness.verdict import Property, Stage
 from tests.cli.conftest import CommandLine
+from tests.spreading import Followers
 from tests.subjects.failing import WAYS
 from tests.support import FULL_TABLE, sampled
 
@@ -163,16 +164,25 @@ Cells = dict[tuple[str, int], tuple[str, float]]
 _outside: set[psutil.Process] = set()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks of this module's own, on which all cells run one after another, as in one campaign."""
+@pytest.fixture(scope="module", params=["together", "apart"] if FULL_TABLE else ["together"])
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Ranks of this module's own, on which all cells run one after another, as in one campaign.
+
+    Apart: as under torchrun, each in the care of another process, which must not change anything that is told.
+    """
     _outside.update(descendants())  # of other modules
-    with start_pool() as ranks:
+    if request.param == "together":
+        with start_pool() as ranks:
+            yield ranks
+        return
+    output = tmp_path_factory.mktemp("apart") / "output.txt"
+    with Followers(WORLD, output) as followers, spread_pool(followers.launch, "gloo") as ranks:
         yield ranks
+    assert output.read_text() == ""
 
 
 @pytest.fixture(scope="module")
-def right(pool: RankPool) -> Evaluator:
+def right(pool: Pool) -> Evaluator:
     """The same class, with no rank that fails."""
     return Evaluator(parse(SUBJECT, {"at": -1}), pool)
 
@@ -211,7 +221,7 @@ def test_every_way_to_fail_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("row", "at"), CELLS)
-def test_the_rank_that_fails_is_named(row: Row, at: int, pool: RankPool, right: Evaluator, cells: Cells) -> None:
+def test_the_rank_that_fails_is_named(row: Row, at: int, pool: Pool, right: Evaluator, cells: Cells) -> None:
     assert right.evaluate(SCENARIO).conclusion is Conclusion.HOLDS
     before = descendants()
     ranks = {process for process in before if process.name().startswith("z2-rank")}

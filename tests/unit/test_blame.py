@@ -63,6 +63,26 @@ def others(rank: int) -> list[int]:
     return [other for other in range(WORLD) if other != rank]
 
 
+@pytest.mark.parametrize(
+    ("status", "found", "state"),
+    [
+        (RankStatus.DONE, None, "agreed"),
+        (RankStatus.DONE, Property.GRADIENT, "differs"),
+        (RankStatus.RAISED, Property.GRADIENT, "differs"),  # it could not go on, behind a difference
+        (RankStatus.RAISED, Property.OWNERSHIP, "differs"),
+        (RankStatus.RAISED, Property.PROGRESS, "raised"),
+        (RankStatus.UNSUPPORTED, Property.PROGRESS, "raised"),
+        (RankStatus.RAISED, None, "raised"),
+    ],
+)
+def test_a_rank_is_shown_to_have_raised_where_that_is_what_was_seen_first(
+    status: RankStatus, found: Property | None, state: str
+) -> None:
+    first = None if found is None else Divergence(property=found, stage=Stage.REDUCE, step=1, rank=0, message="")
+    told = RankVerdict(rank=0, status=status, divergence=first)
+    assert blame.place(sent(0), told, None).state == state
+
+
 @pytest.mark.parametrize("culprit", range(WORLD))
 def test_the_rank_that_others_wait_for_is_named_with_what_it_did_not_call(culprit: int) -> None:
     lefts = {rank: Left(0, Stage.NORM, (REDUCE, NORM)) for rank in others(culprit)}

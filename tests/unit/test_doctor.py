@@ -362,7 +362,7 @@ def test_rounding_looks_at_every_kind_of_pattern(monkeypatch: pytest.MonkeyPatch
     assert (report.wrong, report.lost, report.placed) == (0, 0, 0)
     monkeypatch.setattr(
         "harness.doctor.numerics._to_bf16",
-        lambda values: (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16),
+        lambda values, _device: (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16),
     )
     cut_off = measure_rounding(task)
     assert cut_off.wrong > 1_000

@@ -14,13 +14,13 @@ from harness.report.result import Examples, Failure, Result, WorldExamples, to_j
 RESULT_FIELDS = {
     "schema", "verdict", "subject", "backend", "order", "schedule", "worlds", "seed", "examples", "seconds",
     "examples_per_second", "oracle", "properties", "reached", "changed", "recycled", "versions", "failure", "reason",
-    "interrupted", "margin", "missing", "fuzz", "found_after", "system",
+    "interrupted", "margin", "missing", "fuzz", "found_after", "system", "device", "verb",
 }  # fmt: skip
 FAILURE_FIELDS = {
     "property", "step", "stage", "rank", "parameter", "element", "bucket", "owner", "expected", "actual",
     "expected_bits", "actual_bits", "ulps", "mismatches", "symptom",
     "index", "offset", "pattern", "inputs", "symptoms_possible", "case", "test", "replay", "message", "ranks",
-    "scenario", "output", "cut_short",
+    "scenario", "output", "cut_short", "evidence",
 }  # fmt: skip
 
 

@@ -123,6 +123,8 @@ def exits(world: int) -> list[RankReport]:
 class CannedPool:
     """Stands for the ranks; ``cost_s`` is added to the clock for each scenario, and ``raises`` thrown before one."""
 
+    backend = "gloo"
+
     def __init__(self, directory: Path, answer: Answer = fine) -> None:
         self.directory = directory
         self.answer = answer
@@ -223,7 +225,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CannedPool:
     monkeypatch.setattr(runner, "APPLICABLE", {"zero_master": applicable})
     monkeypatch.setattr(runner, "generate", SimpleNamespace(draw=draw))
 
-    def start_pool(_backend: str, _lanes: int) -> RankPool:
+    def start_pool(_backend: str, _lanes: int, _device: str | None) -> RankPool:
         raise AssertionError("no ranks may be started")
 
     monkeypatch.setattr(runner, "start_pool", start_pool)
@@ -354,10 +356,10 @@ def test_checks_rules_and_situations_are_added_up(campaign: Campaign, pool: Cann
 def test_ranks_of_the_campaigns_own_are_ended_on_every_path(
     pool: CannedPool, watcher: Watcher, options: Callable[..., CampaignOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backends: list[tuple[str, int]] = []
+    backends: list[tuple[str, int, str | None]] = []
 
-    def start_pool(backend: str, lanes: int) -> CannedPool:
-        backends.append((backend, lanes))
+    def start_pool(backend: str, lanes: int, device: str | None) -> CannedPool:
+        backends.append((backend, lanes, device))
         return pool
 
     monkeypatch.setattr(runner, "start_pool", start_pool)
@@ -369,11 +371,12 @@ def test_ranks_of_the_campaigns_own_are_ended_on_every_path(
             uninterrupted(lambda: run_campaign(options(backend="sim"), watcher))
         assert pool.num_open == 0
     pool.problem = "planted"
-    with pytest.raises(UsageError):
-        run_campaign(options(), watcher)
+    for asked in (options(), options(device="cuda", backend="sim")):
+        with pytest.raises(UsageError):
+            run_campaign(asked, watcher)
 
     assert pool.num_open == 0
-    assert backends == [("sim", 3)] * 4 + [("gloo", 1)]
+    assert backends == [("sim", 3, None)] * 4 + [("gloo", 1, None), ("sim", 3, "cuda")]
 
 
 def test_ranks_that_were_given_are_left_running(campaign: Campaign, pool: CannedPool) -> None:

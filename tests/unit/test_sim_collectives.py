@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness.sim.choices import Schedule, SumOrder
 from harness.sim.world import SimWorld
+from tests.renamed import all_gather_single, reduce_scatter_single
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -94,7 +95,7 @@ def test_gathering_and_scattering(length: int, world: int) -> None:
         pieces = [torch.empty(length) for _ in range(world)]
         dist.all_gather(pieces, row(rank, length))
         pairs.append((torch.stack(pieces), everything))
-        for gather in (dist.all_gather_single, dist.all_gather_into_tensor):
+        for gather in (all_gather_single, dist.all_gather_into_tensor):
             whole = torch.empty(world * length)
             gather(whole, row(rank, length))
             pairs.append((whole, everything.reshape(-1)))
@@ -123,10 +124,10 @@ def test_reduce_scatter(length: int, world: int) -> None:
 
     def ranks(rank: int) -> list[Tensor]:
         whole, outputs = row(rank, length * world), [torch.empty(length) for _ in range(4)]
-        dist.reduce_scatter_single(outputs[0], whole)
+        reduce_scatter_single(outputs[0], whole)
         dist.reduce_scatter_tensor(outputs[1], whole)
         dist.reduce_scatter(outputs[2], list(whole.reshape(world, length).unbind(0)))
-        dist.reduce_scatter_single(outputs[3].reshape(1, length), whole.reshape(world, length))
+        reduce_scatter_single(outputs[3].reshape(1, length), whole.reshape(world, length))
         return outputs
 
     results = run(world, ranks)
@@ -218,7 +219,7 @@ def test_exact_sums_are_the_same_in_every_order(order: SumOrder, schedule: Sched
     def ranks(rank: int) -> list[Tensor]:
         tensor, piece, listed = row(rank, 35), torch.empty(7), torch.empty(7)
         dist.all_reduce(tensor)
-        dist.reduce_scatter_single(piece, row(rank, 35))
+        reduce_scatter_single(piece, row(rank, 35))
         dist.reduce_scatter(listed, list(row(rank, 35).split(7)))
         return [tensor, piece, listed]
 
@@ -236,7 +237,7 @@ def test_in_place_all_gather() -> None:
         whole = torch.zeros(12)
         mine = whole[rank * 4 : rank * 4 + 4]
         mine.copy_(row(rank, 4))
-        dist.all_gather_single(whole, mine)
+        all_gather_single(whole, mine)
         return whole
 
     assert all(same(whole, rows(3, 4).reshape(-1)) for whole in run(3, ranks))
@@ -250,7 +251,7 @@ def test_views_and_strides() -> None:
         grid = torch.zeros(4, 6)
         dist.all_gather([grid[:, 2 * each] for each in range(3)], strided)
         whole = torch.zeros(2, 12).t()[:, 0]
-        dist.all_gather_single(whole, strided)
+        all_gather_single(whole, strided)
         return [grid, whole]
 
     for grid, whole in run(3, ranks):
@@ -299,7 +300,7 @@ def test_a_world_of_256() -> None:
     def ranks(rank: int) -> tuple[Tensor, Tensor]:
         tensor, piece = torch.full((256,), float(rank)), torch.empty(1)
         dist.all_reduce(tensor)
-        dist.reduce_scatter_single(piece, torch.arange(256.0) + rank)
+        reduce_scatter_single(piece, torch.arange(256.0) + rank)
         return tensor, piece
 
     total = float(sum(range(256)))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from harness.sim.choices import Schedule
 from harness.sim.world import SimWorld, WorldError, WorldOutcome
+from tests.renamed import reduce_scatter_single
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
@@ -120,7 +121,7 @@ def test_groups_of_one_rank() -> None:
     def ranks(rank: int) -> list[float]:
         groups = [dist.new_group([each]) for each in range(3)]
         tensor, piece = torch.tensor([5.0]), torch.empty(1)
-        dist.reduce_scatter_single(piece, tensor, group=groups[rank])
+        reduce_scatter_single(piece, tensor, group=groups[rank])
         dist.broadcast(tensor, src=rank, group=groups[rank])
         dist.barrier(group=groups[rank])
         return [total(rank, groups[rank]), piece.item(), tensor.item()]

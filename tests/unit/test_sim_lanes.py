@@ -97,6 +97,7 @@ class CannedLanes(SimPool):
     """Stands for the processes; ``alone`` answers single tasks, ``beside`` those of a batch, of a rank each."""
 
     def __init__(self, directory: Path, lanes: int = 2) -> None:
+        self.backend = "sim"
         self.directory = directory
         self.lanes = lanes
         self.alone: Answer = fine

@@ -20,6 +20,7 @@ from harness.sim.choices import Schedule
 from harness.sim.scheduler import RankStopped, Stop
 from harness.sim.world import SimWorld, WorldError, WorldOutcome
 from tests.ranks.sim_programs import Program, Run, draw
+from tests.renamed import all_gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -65,7 +66,7 @@ def lone_kind(rank: int) -> None:
 def lone_skip(rank: int) -> None:
     if rank != 2:
         dist.all_reduce(torch.ones(2))
-    dist.all_gather_single(torch.empty(8), torch.ones(2))
+    all_gather_single(torch.empty(8), torch.ones(2))
 
 
 def lone_async_length(rank: int) -> None:
@@ -280,7 +281,7 @@ def test_what_a_rank_does_on_its_way_out() -> None:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         try:
             if rank != 1:
-                dist.all_gather_single(torch.empty(6), torch.ones(2))
+                all_gather_single(torch.empty(6), torch.ones(2))
             else:
                 dist.barrier()
         finally:
@@ -312,11 +313,11 @@ def test_a_refused_call_is_the_ranks_own_error() -> None:
             r"all_gather: expected torch.float32 of shape \(2,\) for rank 1, got torch.float32 of shape \(3,\)",
         ),
         (
-            lambda: dist.all_gather_single(torch.ones(5), torch.ones(2)),
+            lambda: all_gather_single(torch.ones(5), torch.ones(2)),
             r"all_gather: expected .* got 1|of shape \(5,\)",
         ),
         (
-            lambda: dist.reduce_scatter_single(torch.ones(2), torch.ones(3)),
+            lambda: reduce_scatter_single(torch.ones(2), torch.ones(3)),
             "reduce_scatter: expected an input of 4 row",
         ),
         (

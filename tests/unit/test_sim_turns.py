@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from harness.sim.choices import Schedule, SumOrder
 from harness.sim.scheduler import ForeignThreadError
 from harness.sim.world import SimWorld, Watcher, WorldOutcome
+from tests.renamed import reduce_scatter_single
 from tests.support import sampled
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -49,7 +50,7 @@ def mixture(rank: int) -> list[Tensor]:
         for work in works if step % 2 else reversed(works):
             work.wait()
         piece = torch.empty(8)
-        dist.reduce_scatter_single(piece, tensor)
+        reduce_scatter_single(piece, tensor)
         results += [tensor, piece]
     return results
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from harness.sim import scheduler
 from harness.sim.choices import Schedule
 from harness.sim.world import SimWorld, WorldError, WorldOutcome
+from tests.renamed import all_gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -42,7 +43,7 @@ def test_waits_in_any_order_later_or_never(world: int, seed: int) -> None:
         sums = [torch.full((number + 1,), float(rank + number)) for number in range(5)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in sums]
         gathered = torch.empty(world)
-        works.append(dist.all_gather_single(gathered, torch.tensor([float(rank)]), async_op=True))
+        works.append(all_gather_single(gathered, torch.tensor([float(rank)]), async_op=True))
         dist.all_reduce(torch.ones(100), async_op=True)
         dist.barrier()
         for number in range(6):
@@ -75,7 +76,7 @@ def test_futures(seed: int) -> None:
     def ranks(rank: int) -> list[Any]:
         own = torch.tensor([rank + 1.0, 2.0])
         total = dist.all_reduce(own.clone(), async_op=True).get_future().then(lambda future: future.value()[0] * 10)
-        pieces = dist.all_gather_single(torch.empty(4), own, async_op=True).get_future()
+        pieces = all_gather_single(torch.empty(4), own, async_op=True).get_future()
         nothing = dist.barrier(async_op=True).get_future()
         assert nothing.wait() == []
         return [total.wait(), *pieces.wait()]
@@ -171,7 +172,7 @@ def test_what_is_done_to_buffers_before_the_wait(schedule: Schedule) -> None:
 
     def ranks(rank: int) -> tuple[float, bool]:
         source, whole = torch.ones(1), torch.zeros(2)
-        work = dist.all_gather_single(whole, source, async_op=True)
+        work = all_gather_single(whole, source, async_op=True)
         if rank == 1:
             source += 1
         early = bool(whole.isnan().all())
@@ -194,8 +195,8 @@ def test_two_collectives_at_once_on_one_buffer() -> None:
     def ranks(rank: int) -> None:
         group = dist.new_group([0, 1])
         piece, whole = torch.empty(2), torch.empty(4)
-        first = dist.reduce_scatter_single(piece, torch.ones(4), async_op=True, group=group)
-        dist.all_gather_single(whole, piece)
+        first = reduce_scatter_single(piece, torch.ones(4), async_op=True, group=group)
+        all_gather_single(whole, piece)
         first.wait()
 
     races = outcome(2, ranks).races

@@ -175,6 +175,8 @@ SUBJECT = SubjectSource("zero.py:Zero", "/somewhere/zero.py:Zero", {})
 class OneProcess:
     """Stands for a SimPool."""
 
+    backend = "sim"
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.incidents: list[str] = []
@@ -243,14 +245,16 @@ def test_ranks_that_take_turns_have_more_time(tmp_path: Path, monkeypatch: pytes
 
 
 def test_sim_starts_one_process_with_its_handler_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[tuple[str, ...], int]] = []
+    started: list[tuple[tuple[str, ...], int, str]] = []
 
-    def sim_pool(*, preload: tuple[str, ...], lanes: int) -> str:
-        started.append((preload, lanes))
+    def sim_pool(*, preload: tuple[str, ...], lanes: int, device: str) -> str:
+        started.append((preload, lanes, device))
         return "a pool"
 
     monkeypatch.setattr(evaluate, "SimPool", sim_pool)
 
     assert start_pool("sim") == "a pool"
     assert start_pool("sim", 4) == "a pool"
-    assert started == [((*evaluate.PRELOAD, "harness.sim.handler"), lanes) for lanes in (1, 4)]
+    assert start_pool("sim", device="cuda") == "a pool"
+    preload = (*evaluate.PRELOAD, "harness.sim.handler")
+    assert started == [(preload, 1, "cpu"), (preload, 4, "cpu"), (preload, 1, "cuda")]
