@@ -13,9 +13,10 @@ from harness import inputs
 from harness.evaluate import Pool, UndecidedError
 from harness.report.console import describe, failure_lines
 from harness.report.result import Failure
-from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, replay_case
+from harness.runner import CampaignOptions, replay_case
 from harness.scenario import codec
 from harness.scenario.model import Scenario
+from harness.sim.choices import DEFAULT_ORDER, DEFAULT_SCHEDULE
 from harness.subjects.source import Scalar, SubjectSource, from_case, parse, with_config
 
 REGRESSIONS = Path(__file__).parent / "regressions"

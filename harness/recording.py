@@ -136,7 +136,7 @@ class CampaignRecording(_Recording[ProgressReport]):
 
     def violated(self, found: Found) -> None:
         """A violation as it is known now."""
-        from harness.runner import failure_of
+        from harness.failures import failure_of
 
         now = self._log.now
         if now - self._violated >= VIOLATION_S:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,33 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
-import msgspec
-
 from harness.canary import check_canaries
 from harness.capacity import available_memory, simulation_lanes
-from harness.diagnosis.picture import evidence_of
 from harness.drawing import Drawer
 from harness.ending import raise_if_interrupted, without_traceback
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, Pool, UndecidedError, cost, start_pool
 from harness.explain import SHRINK_S, Explainer, Found, Runs, Smaller, diagnosed, property_of, repeated
+from harness.failures import saved_failure
 from harness.faults import expect, language
 from harness.launch.pool import PoolError
 from harness.launch.process import default_device
 from harness.pace import CHUNK_S, Pace
 from harness.relate import Related, RelatedEvaluator
 from harness.report import result as results
-from harness.report.console import describe
-from harness.report.paste import pytest_test
-from harness.report.result import Examples, Failure, FoundAfter, Result, WorldExamples
+from harness.report.result import Examples, FoundAfter, Result, WorldExamples
 from harness.scenario import codec, generate, muon_presets, presets, strategy_presets
 from harness.scenario.model import CONTRACT, Domain, Extension, Parameter, Scenario, System, check
 from harness.scenario.relations import RelationReference, relations_of
 from harness.scenario.smaller import smallest
 from harness.scenario.systems import PROPERTIES, SITUATIONS, Space, required
-from harness.sim.choices import Schedule, SumOrder
+from harness.sim.choices import DEFAULT_ORDER, DEFAULT_SCHEDULE
 from harness.subjects.builtin import capabilities, known_system
-from harness.subjects.source import SubjectSource, is_local
+from harness.subjects.source import SubjectSource
 from harness.tally import Tally
 from harness.verdict import Oracle, Property
 
@@ -62,10 +56,6 @@ RELATE_EVERY = 10
 
 CLOSELY_EVERY = 60
 """Every so many scenarios one is looked at closely, in a simulated world: that takes as long as several."""
-
-DEFAULT_ORDER = SumOrder.RING.value
-DEFAULT_SCHEDULE = Schedule.RANDOM.value
-"""Of simulated worlds."""
 
 
 @dataclass(frozen=True)
@@ -685,83 +675,3 @@ def result_of(
         interrupted=interrupted,
         verb="verify" if replayed is None else "replay",
     )
-
-
-def failure_of(found: Found) -> Failure:
-    """A violation for people and programs, of which no case is saved."""
-    divergence, evaluation = found.evaluation.divergence, found.evaluation
-    if divergence is None:
-        raise ValueError("a violation without a divergence")
-    return Failure(
-        **divergence.summary(),
-        scenario=describe(found.scenario),
-        output=evaluation.output or None,
-        ranks=evaluation.accounts or None,
-        cut_short=found.cut_short,
-        evidence=evidence_of(found.scenario, divergence, evaluation.observations, evaluation.places),
-    )
-
-
-def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.Case, Path] | None = None) -> Failure:
-    """The same; its case is saved, unless it came out of a file."""
-    failure, divergence = failure_of(found), found.evaluation.divergence
-    summary = {} if divergence is None else divergence.summary()
-    subject = codec.SubjectReference(
-        options.subject.given, options.subject.absolute, options.subject.args, options.subject.config
-    )
-    path: Path | None = None
-    note = "" if found.cut_short is None else f" ({found.cut_short})"
-    if replayed is not None:
-        named, path = replayed[0].subject, replayed[1]
-    else:
-        named = subject
-        try:
-            path = codec.save(codec.Case(found.scenario, subject, summary, found.relation), options.report)
-        except (OSError, ValueError) as error:
-            note += f" (the case could not be saved: {error})"
-    name_subject = named != subject or not is_local(options.subject)
-    return msgspec.structs.replace(
-        failure,
-        message=f"{failure.message}{note}",
-        case=None if path is None else os.fspath(path),
-        test=_test(
-            options, replayed[0] if replayed is not None else codec.Case(found.scenario, relation=found.relation), path
-        ),
-        replay=None if path is None else _replay_command(options, path, name_subject=name_subject),
-    )
-
-
-def _test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str | None:
-    given: dict[str, object] = {"backend": options.backend}
-    if options.device not in (None, default_device(options.backend)):
-        given["device"] = options.device
-    if options.order != DEFAULT_ORDER:
-        given["order"] = options.order
-    if options.schedule != DEFAULT_SCHEDULE:
-        given["schedule"] = options.schedule
-    if options.timeout_s is not None:
-        given["timeout_s"] = options.timeout_s
-    if options.stall_s is not None:
-        given["stall_s"] = options.stall_s
-    return pytest_test(case, path, options.subject.given, options.subject.args, given)
-
-
-def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:
-    words = ["python", "-m", "harness", "replay", os.fspath(path)]
-    if name_subject:
-        words += ["--subject", options.subject.given]
-        for name, value in options.subject.args.items():
-            words += ["--subject-arg", f"{name}={msgspec.json.encode(value).decode()}"]
-    if options.timeout_s is not None:
-        words += ["--timeout", f"{options.timeout_s:g}"]
-    if options.stall_s is not None:
-        words += ["--stall", f"{options.stall_s:g}"]
-    if options.backend != "gloo":
-        words += ["--backend", options.backend]
-    if options.device is not None and options.device != default_device(options.backend):
-        words += ["--device", options.device]
-    if options.order != DEFAULT_ORDER:
-        words += ["--order", options.order]
-    if options.schedule != DEFAULT_SCHEDULE:
-        words += ["--schedule", options.schedule]
-    return shlex.join(words)

@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from harness import inputs
 from harness.capacity import check_ranks
-from harness.cli.options import DEFAULT_SUBJECT, json_option, seed_option, subject_options
+from harness.cli.options import DEFAULT_SUBJECT, json_option, seed_option, subject_options, worlds_option
 from harness.cli.running import deliver, streams
 from harness.report import result as results
 from harness.report.console import TextConsole
@@ -43,15 +43,7 @@ Exit codes:
     epilog=BENCH_EXAMPLES + "\n" + BENCH_EXIT_CODES,
 )
 @subject_options
-@click.option(
-    "--world",
-    "worlds",
-    default="2,3,4",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks to measure at.",
-)
+@worlds_option("2,3,4", "Numbers of ranks to measure at.")
 @click.option(
     "--examples",
     type=int,
@@ -111,15 +103,7 @@ def bench(
 
 
 @bench.command("muon", epilog=BENCH_MUON_EXAMPLES + "\n" + BENCH_EXIT_CODES)
-@click.option(
-    "--world",
-    "worlds",
-    default="1,2,4",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks to measure at.",
-)
+@worlds_option("1,2,4", "Numbers of ranks to measure at.")
 @click.option(
     "--preset", default="gpt2", show_default=True, metavar="NAME", help="Whose parameters; `list` shows them."
 )

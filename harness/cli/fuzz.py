@@ -17,10 +17,10 @@ from harness.cli.options import (
     stall_option,
     subject_options,
     timeout_option,
+    worlds_option,
 )
 from harness.cli.running import deliver, result_of, streams, subject_of
 from harness.errors import UsageError
-from harness.recording import FuzzRecording, concluded, kept, open_log
 from harness.report.console import print_result
 
 DEFAULT_MINUTES = 10.0
@@ -39,15 +39,7 @@ Examples:
 )
 @subject_options
 @config_option
-@click.option(
-    "--world",
-    "worlds",
-    default="1,2,3,4",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks, in turn.",
-)
+@worlds_option("1,2,3,4", "Numbers of ranks, in turn.")
 @click.option(
     "--backend",
     type=click.Choice(["sim", "gloo"]),
@@ -149,6 +141,7 @@ def fuzz(
 
     from harness.fuzz import show
     from harness.fuzz.campaign import FuzzOptions, run_fuzz
+    from harness.recording import FuzzRecording, concluded, kept, open_log
     from harness.runner import CampaignOptions
 
     campaign = CampaignOptions(

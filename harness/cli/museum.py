@@ -12,7 +12,6 @@ from harness.capacity import worker_processes
 from harness.cli.options import events_option, json_option, seed_option
 from harness.cli.running import deliver, streams
 from harness.errors import UsageError
-from harness.recording import MuseumRecording, concluded, kept, open_log
 from harness.report import result as results
 from harness.report.console import TextConsole
 
@@ -136,6 +135,7 @@ def museum(
     from harness.museum import show
     from harness.museum.campaign import WORLDS, MuseumOptions, run_museum
     from harness.museum.selection import select
+    from harness.recording import MuseumRecording, concluded, kept, open_log
 
     chosen = select(plants, backend=backend, everything=everything, controls=not no_controls, system=system)
     inputs.check_backend(backend, WORLDS)

@@ -38,6 +38,19 @@ def subject_options(command: Callable[..., int]) -> Callable[..., int]:
     )(command)
 
 
+def worlds_option(default: str, meaning: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """``--world``: numbers of ranks, each of which the machine can hold."""
+    return click.option(
+        "--world",
+        "worlds",
+        default=default,
+        show_default=True,
+        callback=inputs.worlds,
+        metavar="W[,W...]",
+        help=meaning,
+    )
+
+
 def backend_options(command: Callable[..., int]) -> Callable[..., int]:
     """``--backend``, and with it where tensors lie and how simulated worlds run."""
     command = click.option(

@@ -21,8 +21,8 @@ from harness.cli.options import (
 )
 from harness.cli.running import case_subject, configured, judge
 from harness.errors import one_line
-from harness.recording import open_log
 from harness.report.console import describe
+from harness.sim.choices import DEFAULT_ORDER, DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from harness.report.result import Result
@@ -76,9 +76,11 @@ def replay(
     launch = ranks_given(backend, (case.scenario.world,), f"{file}, a case of world")
     device = inputs.chosen_device(backend, device)
     inputs.check_backend(backend, (case.scenario.world if launch is None else launch.local_world,), device)
+    from harness.recording import open_log
+
     log = open_log(events_path)
 
-    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, Observer, replay_case
+    from harness.runner import CampaignOptions, Observer, replay_case
 
     options = CampaignOptions(
         subject=source,

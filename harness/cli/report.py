@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +14,10 @@ from harness import inputs
 from harness.cli.running import complain
 from harness.errors import UsageError
 from harness.report import result as results
-from harness.report import words
 from harness.report.console import TextConsole
-from harness.report.reading import Told, read
+
+if TYPE_CHECKING:
+    from harness.report.reading import Told
 
 REPORT_EXAMPLES = """\b
 Examples:
@@ -49,6 +51,8 @@ def report(*, files: tuple[str, ...], html: str | None, markdown: str | None, ju
 
     Several RESULTs go into one document, those that failed first. Without an option each is printed as its verb did.
     """
+    from harness.report.reading import read
+
     wanted = (("--html", html), ("--markdown", markdown), ("--junit", junit))
     inputs.check_apart(wanted, [("a RESULT", file) for file in files])
     outputs = [(option, _output(option, given)) for option, given in wanted if given is not None]
@@ -90,6 +94,8 @@ def _render(option: str, reports: Sequence[Told]) -> str:
 
 
 def _print(reports: Sequence[Told]) -> None:
+    from harness.report import words
+
     console = TextConsole(sys.stdout)
     for number, told in enumerate(reports):
         if len(reports) > 1:

@@ -14,14 +14,14 @@ from harness.cli.options import DEFAULT_SUBJECT
 from harness.errors import UsageError, one_line
 from harness.launch.process import default_device
 from harness.launch.torchrun import leave_word
-from harness.recording import CampaignRecording, concluded, kept
 from harness.report import result as results
 from harness.report.console import ProgressReport, TextConsole, print_result
-from harness.report.events import EventLog
 from harness.report.result import Examples, Result, Verb
 from harness.scenario.model import Parameter
 
 if TYPE_CHECKING:
+    from harness.recording import CampaignRecording
+    from harness.report.events import EventLog
     from harness.runner import CampaignOptions
     from harness.scenario.codec import SubjectReference
     from harness.subjects.source import Scalar, SubjectSource
@@ -39,6 +39,8 @@ def judge(
     log: EventLog | None = None,
 ) -> int:
     """Run a campaign, or the replay of one case: show progress, write the result and print it; the exit code."""
+    from harness.recording import CampaignRecording, concluded, kept
+
     verb: Verb = "verify" if campaign else "replay"
     with streams(output) as (text, errors), kept(log):
         TextConsole(text).say(first)

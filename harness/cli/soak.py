@@ -7,7 +7,15 @@ import os
 import click
 
 from harness import inputs
-from harness.cli.options import DEFAULT_SUBJECT, json_option, seed_option, stall_option, subject_options, timeout_option
+from harness.cli.options import (
+    DEFAULT_SUBJECT,
+    json_option,
+    seed_option,
+    stall_option,
+    subject_options,
+    timeout_option,
+    worlds_option,
+)
 from harness.cli.running import deliver, streams
 from harness.report.console import ProgressReport, TextConsole
 
@@ -30,15 +38,7 @@ Exit codes:
     short_help="Check the harness itself: faults among many scenarios.", epilog=SOAK_EXAMPLES + "\n" + SOAK_EXIT_CODES
 )
 @subject_options
-@click.option(
-    "--world",
-    "worlds",
-    default="2,3",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks, in turn.",
-)
+@worlds_option("2,3", "Numbers of ranks, in turn.")
 @click.option(
     "--backend",
     type=click.Choice(["gloo", "sim"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from harness import inputs
-from harness.cli.options import EXIT_CODES, json_option, seed_option
+from harness.cli.options import EXIT_CODES, json_option, seed_option, worlds_option
 from harness.cli.running import deliver, streams
 from harness.report.console import TextConsole
 
@@ -20,15 +20,7 @@ Examples:
     short_help="Every cell of strategy x reduction x accumulation x clipping.",
     epilog=STRATEGIES_EXAMPLES + "\n" + EXIT_CODES,
 )
-@click.option(
-    "--world",
-    "worlds",
-    default="2,3,4",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks at which each cell is tried, on every mesh that its strategy has there.",
-)
+@worlds_option("2,3,4", "Numbers of ranks at which each cell is tried, on every mesh that its strategy has there.")
 @click.option("--markdown", is_flag=True, help="Print the tables as Markdown.")
 @seed_option
 @json_option

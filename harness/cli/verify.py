@@ -20,11 +20,12 @@ from harness.cli.options import (
     stall_option,
     subject_options,
     timeout_option,
+    worlds_option,
 )
 from harness.cli.running import judge, parameters_of, subject_of
 from harness.errors import UsageError
-from harness.recording import open_log
 from harness.scenario.model import MAX_ELEMENTS
+from harness.sim.choices import DEFAULT_ORDER, DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from harness.report.result import Result
@@ -47,15 +48,7 @@ Examples:
 @click.command(short_help="Run a campaign over a subject.", epilog=VERIFY_EXAMPLES + "\n" + EXIT_CODES)
 @subject_options
 @config_option
-@click.option(
-    "--world",
-    "worlds",
-    default="1,2,3,4",
-    show_default=True,
-    callback=inputs.worlds,
-    metavar="W[,W...]",
-    help="Numbers of ranks, in turn. World 2 alone proves nothing about order; include 3 and 4.",
-)
+@worlds_option("1,2,3,4", "Numbers of ranks, in turn. World 2 alone proves nothing about order; include 3 and 4.")
 @backend_options
 @click.option(
     "--examples",
@@ -132,12 +125,14 @@ def verify(
     inputs.check_choices(backend, order, schedule)
     device = inputs.chosen_device(backend, device)
     inputs.check_backend(backend, worlds if launch is None else (launch.local_world,), device)
+    from harness.recording import open_log
+
     log = open_log(events_path)
 
     # Hypothesis would leave a directory behind in the user's own; it works as well where it cannot write.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
     # Only now: it loads Hypothesis, and a typing error should not wait for that.
-    from harness.runner import DEFAULT_ORDER, DEFAULT_SCHEDULE, CampaignOptions, Observer, run_campaign
+    from harness.runner import CampaignOptions, Observer, run_campaign
 
     options = CampaignOptions(
         subject=source,

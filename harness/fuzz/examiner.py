@@ -13,13 +13,14 @@ from harness.ending import raise_if_interrupted
 from harness.errors import UsageError
 from harness.evaluate import Conclusion, Evaluation, Evaluator, UndecidedError
 from harness.explain import Explainer, Found, diagnosed, property_of, repeated
+from harness.failures import saved_failure
 from harness.fuzz import state
 from harness.fuzz.messages import Key, Slow, kind_of
 from harness.fuzz.rounds import Seen, Smaller
 from harness.fuzz.state import Finding, scenario_id
 from harness.relate import RelatedEvaluator
 from harness.report.console import describe
-from harness.runner import CLOSELY_EVERY, REPEAT_EVERY, CampaignOptions, saved_failure
+from harness.runner import CLOSELY_EVERY, REPEAT_EVERY, CampaignOptions
 from harness.scenario import generate
 from harness.scenario.model import Scenario
 from harness.scenario.relations import RelationReference

@@ -39,3 +39,8 @@ class Timing(enum.Enum):
     AT_ONCE = "at once"
     AT_WAIT = "at wait"
     LATE = "late"
+
+
+DEFAULT_ORDER = SumOrder.RING.value
+DEFAULT_SCHEDULE = Schedule.RANDOM.value
+"""Of simulated worlds, unless somebody says otherwise."""

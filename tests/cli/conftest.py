@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness import cli as command_line
@@ -51,6 +53,15 @@ class CommandLine:
             check=False,
             stdin=subprocess.DEVNULL,
         )
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that have inherited its place for temporary files."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR") == str(self.temporary):
+                    found.append(process)
+        return found
 
     def shell(self, script: str, *args: str, canned: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a bash script in which ``"$@"`` is the command line, for redirections."""

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from harness.launch import follow, job
@@ -59,20 +58,8 @@ def said(cli: CommandLine, name: str) -> tuple[str, str]:
     return (cli.directory / f"{name}.out").read_text(), (cli.directory / f"{name}.err").read_text()
 
 
-def processes_of(cli: CommandLine) -> list[psutil.Process]:
-    """Those that have inherited its place for temporary files."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR") == str(cli.temporary):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def assert_nothing_is_left(cli: CommandLine) -> None:
-    assert within_bound(lambda: processes_of(cli) == [])
+    assert within_bound(lambda: cli.processes() == [])
     assert list(cli.temporary.glob("zero2*")) == []
 
 

@@ -117,6 +117,16 @@ def test_the_waiting_process_imports_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 0
 
 
+def test_the_command_line_begins_without_what_single_verbs_need() -> None:
+    """Or each verb, and each complaint, would wait for it."""
+    code = "import sys, harness.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, stdout=subprocess.PIPE, check=True)
+    loaded = set(done.stdout.decode().split())
+    assert "harness.cli.fuzz" in loaded
+    single = ("recording", "runner", "fuzz", "museum", "report.events", "report.reading", "report.words")
+    assert not loaded & {f"harness.{each}" for each in single}
+
+
 def test_every_directory_of_tests_is_run_by_a_target() -> None:
     script = (ROOT / "ci" / "test-cpu").read_text()
     run = set(re.findall(r"tests/(\w+)", script))

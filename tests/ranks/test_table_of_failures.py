@@ -282,16 +282,4 @@ def test_the_command_line_names_the_rank(how: str, wanted: str, said: str, tmp_p
     assert [account["cause"] for account in failure["ranks"]] == [rank == MIDDLE for rank in range(WORLD)]
     assert all(account["end"] and account["num_collectives"] >= 1 for account in failure["ranks"])
     assert list(cli.temporary.glob("zero2*")) == []
-    assert _processes_of(cli) == []
-
-
-def _processes_of(cli: CommandLine) -> list[psutil.Process]:
-    """Those that have inherited its place for temporary files."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR") == str(cli.temporary):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    assert cli.processes() == []

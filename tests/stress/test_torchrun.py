@@ -19,7 +19,6 @@ from tests.cli.test_torchrun import (
     finished,
     free_port,
     launcher,
-    processes_of,
     said,
 )
 from tests.ranks.test_pool import LONG_S, within_bound
@@ -35,7 +34,7 @@ ENDLESS = ("verify", "--examples", "1000000")
 
 def named(cli: CommandLine, name: str) -> list[psutil.Process]:
     found = []
-    for process in processes_of(cli):
+    for process in cli.processes():
         with contextlib.suppress(psutil.Error):
             if process.name().startswith(name):
                 found.append(process)
@@ -65,7 +64,7 @@ def test_a_launcher_that_is_killed_takes_all_along(cli: CommandLine) -> None:
     assert within_bound(lambda: len(named(cli, "z2-rank")) == 3)
     started.kill()
     started.wait()
-    assert within_bound(lambda: processes_of(cli) == [])
+    assert within_bound(lambda: cli.processes() == [])
     assert "the store of the launcher" in said(cli, "one")[0]
     assert list(cli.temporary.glob("zero2*")) == []
 
