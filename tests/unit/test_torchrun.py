@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -251,34 +250,60 @@ def test_whoever_waits_is_told_whether_all_is_there(launch: Launch) -> None:
     assert not other.wait(["b"], 0.0)
 
 
-def test_a_process_that_lives_has_a_pulse_and_one_that_does_not_is_lost(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only after a while: before it has begun longer."""
-    monkeypatch.setattr(board, "_BEAT_S", 0.01)
-    monkeypatch.setattr(board, "_SILENT_S", 0.5)
-    monkeypatch.setattr(board, "_BEGIN_S", 3600.0)
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def asked(self, pulses: Pulses, seconds: float, beating: Board | None = None) -> list[tuple[int, float | None]]:
+        """Who is said to be lost in so many seconds, asked at each beat."""
+        found = []
+        for _ in range(int(seconds / board._BEAT_S)):
+            self.now_s += board._BEAT_S
+            if beating is not None:
+                beating.count(board._beat_of(0), 1)
+            lost = pulses.lost()
+            if lost is not None:
+                found.append(lost)
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(board, "time", clock)
     monkeypatch.setattr(machine, "patience", lambda: 1.0)
-    pulses = Pulses(Board(launch), [0])
-    assert not any(lost for lost in _asked(pulses, 0.7))  # it has not begun
-    with Heart(launch):
-        assert not any(lost for lost in _asked(pulses, 0.7))
-    lost = [lost for lost in _asked(pulses, 2.0) if lost]
-    assert lost
-    assert lost[0][0] == 0
+    return clock
 
 
-def test_a_process_that_goes_away_by_itself_is_missed_at_once(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_lives_has_a_pulse_and_one_that_does_not_is_lost(launch: Launch, clock: Clock) -> None:
+    """Only after a while: before it has begun longer."""
+    pulses, silent_s = Pulses(Board(launch), [0]), board._SILENT_S
+    assert 2 * silent_s < board._BEGIN_S
+    assert clock.asked(pulses, 2 * silent_s) == []  # it has not begun
+    assert clock.asked(pulses, 3 * silent_s, beating=Board(launch)) == []
+    clock.now_s += 3 * silent_s  # this process was stopped
+    assert clock.asked(pulses, silent_s) == []
+    (rank, for_s), *_ = clock.asked(pulses, silent_s)
+    assert rank == 0
+    assert for_s is not None
+    assert for_s > silent_s
+
+
+def test_a_process_that_goes_away_by_itself_is_missed_at_once(launch: Launch, clock: Clock) -> None:
     """Not one that leaves because it is over."""
-    monkeypatch.setattr(board, "_BEAT_S", 0.01)
-    monkeypatch.setattr(machine, "patience", lambda: 1e6)
     pulses = Pulses(Board(launch), [0])
     with Heart(launch):
         pass
-    assert not any(_asked(pulses, 0.1))
+    assert Board(launch).count(board._beat_of(0)) == 1  # it has begun
+    assert clock.asked(pulses, board._SILENT_S) == []
     with pytest.raises(KeyboardInterrupt), Heart(launch):
         raise KeyboardInterrupt
-    assert (0, None) in _asked(pulses, 0.1)
+    assert clock.asked(pulses, board._BEAT_S) == [(0, None)]
 
     with pytest.raises(PoolError, match="rank 0: the process that torchrun launched for it has left"):
         require_alive(Pulses(Board(launch), [0]))
@@ -307,12 +332,3 @@ def test_a_signal_waits_until_torch_is_imported(monkeypatch: pytest.MonkeyPatch)
     with ending.interruptible(), pytest.raises(KeyboardInterrupt), board._quiet_torch():
         raise AssertionError("it went on")
     assert imported
-
-
-def _asked(pulses: Pulses, seconds: float) -> list[tuple[int, float | None] | None]:
-    found = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        found.append(pulses.lost())
-    return found
