@@ -60,14 +60,15 @@ def saved_failure(options: CampaignOptions, found: Found, replayed: tuple[codec.
         failure,
         message=f"{failure.message}{note}",
         case=None if path is None else os.fspath(path),
-        test=_test(
+        test=pasted_test(
             options, replayed[0] if replayed is not None else codec.Case(found.scenario, relation=found.relation), path
         ),
-        replay=None if path is None else _replay_command(options, path, name_subject=name_subject),
+        replay=None if path is None else replay_command(options, path, name_subject=name_subject),
     )
 
 
-def _test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str | None:
+def pasted_test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str | None:
+    """A file of tests that runs the case, ready to paste; what is as always is not said in it."""
     given: dict[str, object] = {"backend": options.backend}
     if options.device not in (None, default_device(options.backend)):
         given["device"] = options.device
@@ -82,7 +83,8 @@ def _test(options: CampaignOptions, case: codec.Case, path: Path | None) -> str 
     return pytest_test(case, path, options.subject.given, options.subject.args, given)
 
 
-def _replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:
+def replay_command(options: CampaignOptions, path: Path, *, name_subject: bool) -> str:
+    """The command that runs a saved case again, as this campaign would."""
     words = ["python", "-m", "harness", "replay", os.fspath(path)]
     if name_subject:
         words += ["--subject", options.subject.given]

@@ -14,11 +14,12 @@ from harness import inputs
 from harness.canary import scenario
 from harness.errors import UsageError
 from harness.evaluate import Evaluator
+from harness.failures import pasted_test, replay_command
 from harness.launch import process
 from harness.launch.pool import RankPool
 from harness.launch.spread import SpreadPool
 from harness.oracles.order import UNKNOWN
-from harness.runner import CampaignOptions, _replay_command, _test
+from harness.runner import CampaignOptions
 from harness.scenario import codec
 from harness.subjects.source import SubjectSource
 
@@ -133,10 +134,10 @@ def test_what_a_failure_tells_to_run_is_on_the_same_device(
         timeout_s=None,
         device=device,
     )
-    command = _replay_command(options, Path("case.json"), name_subject=False)
+    command = replay_command(options, Path("case.json"), name_subject=False)
     assert command == " ".join(filter(None, ["python -m harness replay case.json", words]))
 
-    text = _test(options, codec.Case(scenario(2)), None)
+    text = pasted_test(options, codec.Case(scenario(2)), None)
     assert text is not None
     assert keywords in text
     assert ("device=" in text) is bool(keywords)
